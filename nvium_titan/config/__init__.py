@@ -1,0 +1,1 @@
+"""Settings: TOML files and command-line flags onto typed, strict dataclasses."""
