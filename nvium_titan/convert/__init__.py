@@ -1,0 +1,1 @@
+"""Model formats to and from the bundle."""

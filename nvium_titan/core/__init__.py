@@ -1,0 +1,1 @@
+"""The mathematics of the mixture: pure functions of tensors, shared by training and decoding."""

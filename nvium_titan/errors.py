@@ -1,0 +1,80 @@
+"""The errors a user can cause, and the exit code each one maps to.
+
+    NviumError                  1  (failed)
+    |-- DivergenceError         1  the loss became NaN or infinite
+    `-- UsageError              2  (wrong use: the input must be changed)
+        |-- ConfigError         2  a TOML file, a flag, an exit plan
+        |-- DataError           2  text, jsonl, folders
+        |-- TokenizerError      2  a tokenizer file, a vocabulary
+        |-- CheckpointError     2  a DCP step folder
+        |-- BundleError         2  a bundle directory
+        |-- PromptError         2  a prompt or a request the engine cannot serve
+        `-- DependencyError     2  a missing or unsupported package
+
+Every message names the value, the limit and the place to fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class NviumError(Exception):
+    """Base of all errors that the command line shows as one message, without a traceback."""
+
+    exit_code = 1
+
+
+class DivergenceError(NviumError):
+    """The loss is NaN or infinite; the message names the step and the last good checkpoint."""
+
+
+class UsageError(NviumError):
+    """The input cannot work and must be changed."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A setting is unknown, of the wrong type or impossible."""
+
+
+class DataError(UsageError):
+    """Training or evaluation data is missing, empty or malformed."""
+
+
+class TokenizerError(UsageError):
+    """A tokenizer cannot be read, or its vocabulary does not fit the model."""
+
+
+class CheckpointError(UsageError):
+    """A training checkpoint is missing, incomplete or not ours."""
+
+
+class BundleError(UsageError):
+    """A bundle directory is missing, incomplete or of another format."""
+
+
+class PromptError(UsageError):
+    """A prompt or a generation request does not fit the engine."""
+
+
+class DependencyError(UsageError):
+    """A package is missing, or its version is not supported."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Return a hint that names the nearest valid spelling and lists the valid ones.
+
+    Args:
+        name: What the user wrote.
+        valid: Every name that would have been accepted.
+
+    Returns:
+        Text to append to an error message, such as ``"; did you mean 'beta'? (valid: alpha, beta)"``.
+    """
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    return f"{hint} (valid: {', '.join(names)})"

@@ -1,0 +1,40 @@
+"""The N-vium model for torchtitan: `model_registry(flavor)` gives the spec of a named size."""
+
+from __future__ import annotations
+
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.protocols.model_spec import ModelSpec
+
+from nvium_titan.flops import ModelDims
+from nvium_titan.model.flavors import build_model_config, flavor_dims
+from nvium_titan.model.parallelize import parallelize_nvium
+from nvium_titan.model.state_dict_adapter import NviumStateDictAdapter
+
+__all__ = ["model_registry", "model_spec"]
+
+
+def model_spec(dims: ModelDims, *, flavor: str) -> ModelSpec:
+    """Return torchtitan's spec of a shape.
+
+    Args:
+        dims: The numbers.
+        flavor: The name that logs and checkpoints show.
+    """
+    return ModelSpec(
+        name="nvium",
+        flavor=flavor,
+        model=build_model_config(dims),
+        parallelize_fn=parallelize_nvium,
+        pipelining_fn=pipeline_llm,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=NviumStateDictAdapter,
+    )
+
+
+def model_registry(flavor: str) -> ModelSpec:
+    """Return torchtitan's spec of a named size.
+
+    Raises:
+        ConfigError: If there is no such flavor.
+    """
+    return model_spec(flavor_dims(flavor), flavor=flavor)

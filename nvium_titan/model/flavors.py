@@ -1,0 +1,225 @@
+"""Named sizes to `NviumModel.Config`, and the dense twin's width.
+
+N-vium (arXiv:2605.13190), App. A: backbone shapes follow Pythia's widths and depths, routers are
+0.66 d wide, rounded up to a multiple of 8 (which gives the published configurations, but for 688 at
+width 1024), adapters d wide. `dense-NAME` is the parameter-matched baseline of `NAME`: the same depth, one exit, no
+adapter, an MLP wide enough to carry the parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.param_init import skip_param_init
+
+from nvium_titan.errors import ConfigError, nearest
+from nvium_titan.exit_plan import ExitPlan, resolve_exit_plan
+from nvium_titan.flops import ModelDims, count_params
+from nvium_titan.model.junction import AdaptedNorm, Adapter, Junction, Router
+from nvium_titan.model.model import NviumLayer, NviumModel, PortableAttention
+
+_ROUND_TO = 8
+
+
+def _round_up(value: float) -> int:
+    return math.ceil(value / _ROUND_TO) * _ROUND_TO
+
+
+def router_dim_of(dim: int) -> int:
+    """Return the routers' width m_r for a model width: 0.66 d rounded up to a multiple of 8."""
+    return _round_up(0.66 * dim)
+
+
+def _dims(
+    *,
+    dim: int,
+    num_layers: int,
+    num_heads: int,
+    ffn_dim: int,
+    num_kv_heads: int | None = None,
+    vocab_size: int = 32000,
+    num_exits: int = 4,
+    exit_layers: tuple[int, ...] | None = None,
+    router_dim: int | None = None,
+    max_seq_len: int = 1024,
+) -> ModelDims:
+    plan = resolve_exit_plan(num_layers=num_layers, num_exits=num_exits, exit_layers=exit_layers)
+    return ModelDims(
+        vocab_size=vocab_size,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads or num_heads,
+        head_dim=dim // num_heads,
+        ffn_dim=ffn_dim,
+        rope_theta=10000.0,
+        norm_eps=1e-6,
+        max_seq_len=max_seq_len,
+        tie_embeddings=False,
+        exit_layers=plan.exit_layers,
+        router_dim=router_dim or router_dim_of(dim),
+        adapter_dim=dim,
+    )
+
+
+def _named_dims() -> dict[str, ModelDims]:
+    named = {
+        "debug": _dims(
+            dim=64, num_layers=6, num_heads=4, ffn_dim=176, num_exits=3, vocab_size=264,
+        ),
+        "demo": _dims(dim=128, num_layers=16, num_heads=4, ffn_dim=344, vocab_size=264),
+        # The paper's Table 2: depth at width 768, then width at 24 layers.
+        "quadrivium-768x6": _dims(
+            dim=768, num_layers=6, num_heads=12, ffn_dim=2048, exit_layers=(1, 2, 4)
+        ),
+        **{
+            f"quadrivium-768x{depth}": _dims(
+                dim=768, num_layers=depth, num_heads=12, ffn_dim=2048
+            )
+            for depth in (12, 24, 36, 48)
+        },
+        "quadrivium-128x24": _dims(dim=128, num_layers=24, num_heads=4, ffn_dim=344),
+        "quadrivium-256x24": _dims(dim=256, num_layers=24, num_heads=8, ffn_dim=688),
+        "quadrivium-512x24": _dims(dim=512, num_layers=24, num_heads=8, ffn_dim=1368),
+        "quadrivium-1024x24": _dims(
+            dim=1024, num_layers=24, num_heads=16, ffn_dim=2736, router_dim=688
+        ),
+        "quadrivium-1536x24": _dims(dim=1536, num_layers=24, num_heads=24, ffn_dim=4096),
+        # The paper's App. G: 1.5B.
+        "quadrivium-1536x48": _dims(dim=1536, num_layers=48, num_heads=12, ffn_dim=4096),
+        # Shapes to grow into.
+        "quadrivium-3b": _dims(
+            dim=2560, num_layers=36, num_heads=20, ffn_dim=6912, max_seq_len=4096
+        ),
+        "quadrivium-8b": _dims(
+            dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14336, max_seq_len=4096
+        ),
+    }  # fmt: skip
+    return named | {f"dense-{_twin_stem(name)}": dense_twin(d) for name, d in named.items()}
+
+
+def _twin_stem(name: str) -> str:
+    return name.removeprefix("quadrivium-")
+
+
+def dense_twin(dims: ModelDims) -> ModelDims:
+    """Return the parameter-matched dense baseline of a shape.
+
+    N-vium (arXiv:2605.13190), Sec. 5: the same depth, a slightly wider MLP. The width is solved
+    from the parameter count and rounded up: to a multiple of 8, which gives the paper's widths,
+    unless that adds over 0.3% to a small model.
+    """
+    bare = dataclasses.replace(dims, exit_layers=(), router_dim=0, adapter_dim=0)
+    missing = sum(count_params(dims).values()) - sum(count_params(bare).values())
+    width = dims.ffn_dim + missing / (3 * dims.dim * dims.num_layers)
+    twin = dataclasses.replace(bare, ffn_dim=_round_up(width))
+    excess = sum(count_params(twin).values()) / sum(count_params(dims).values()) - 1
+    return twin if excess <= 0.003 else dataclasses.replace(bare, ffn_dim=math.ceil(width))
+
+
+def flavor_names() -> list[str]:
+    """Return every flavor, in the order of the table."""
+    return list(_named_dims())
+
+
+def flavor_dims(name: str) -> ModelDims:
+    """Return the numbers of a flavor.
+
+    Raises:
+        ConfigError: If there is no such flavor; the message names the nearest.
+    """
+    named = _named_dims()
+    if name not in named:
+        raise ConfigError(f"unknown flavor '{name}'{nearest(name, named)}; fix [model] flavor")
+    return named[name]
+
+
+def _linear(in_features: int, out_features: int, *, std: float, bias: bool = False) -> Any:
+    init = {"weight": partial(nn.init.normal_, std=std), "bias": nn.init.zeros_}
+    return Linear.Config(
+        in_features=in_features, out_features=out_features, bias=bias, param_init=init
+    )
+
+
+def _norm(dims: ModelDims) -> Any:
+    return RMSNorm.Config(
+        normalized_shape=dims.dim, eps=dims.norm_eps, param_init={"weight": nn.init.ones_}
+    )
+
+
+def _adapter(dims: ModelDims) -> Any:
+    return Adapter.Config(
+        fc_in=_linear(dims.dim, dims.adapter_dim, std=dims.dim**-0.5),
+        fc_out=_linear(dims.adapter_dim, dims.dim, std=0.0),
+    )
+
+
+def _junction(dims: ModelDims) -> Any:
+    router = Router.Config(
+        fc1=_linear(dims.dim, dims.router_dim, std=0.02, bias=True),
+        fc2=_linear(dims.router_dim, dims.dim, std=0.02, bias=True),
+        norm=_norm(dims),
+        head=_linear(dims.dim, 2, std=0.4 * dims.dim**-0.5, bias=True),
+    )
+    return Junction.Config(norm=_norm(dims), router=router, adapter=_adapter(dims))
+
+
+def _layer(dims: ModelDims, *, has_junction: bool) -> Any:
+    init = {"weight": partial(nn.init.normal_, std=0.02)}
+    return NviumLayer.Config(
+        attention_norm=_norm(dims),
+        ffn_norm=_norm(dims),
+        attention=make_gqa_config(
+            dim=dims.dim,
+            n_heads=dims.num_heads,
+            n_kv_heads=dims.num_kv_heads,
+            head_dim=dims.head_dim,
+            wqkv_param_init=init,
+            wo_param_init=init,
+            inner_attention=PortableAttention.Config(),
+            fuse_qkv=True,
+            rope=ComplexRoPE.Config(
+                dim=dims.head_dim, max_seq_len=dims.max_seq_len, theta=dims.rope_theta
+            ),
+        ),
+        feed_forward=make_ffn_config(
+            dim=dims.dim, hidden_dim=dims.ffn_dim, w1_param_init=init, w2w3_param_init=init
+        ),
+        junction=_junction(dims) if has_junction else None,
+    )
+
+
+def build_model_config(dims: ModelDims) -> NviumModel.Config:
+    """Return torchtitan's config tree for a shape, with the paper's initialisation.
+
+    Linear and embedding weights N(0, 0.02); adapters start as the identity; router heads have
+    std 0.4 / sqrt(fan_in), all biases 0.
+    """
+    plan: ExitPlan = dims.plan
+    norm = _norm(dims)
+    if dims.adapter_dim:
+        norm = AdaptedNorm.Config(norm=norm, adapter=_adapter(dims))
+    embedding_init = skip_param_init if dims.tie_embeddings else partial(nn.init.normal_, std=0.02)
+    return NviumModel.Config(
+        dims=dims,
+        dim=dims.dim,
+        vocab_size=dims.vocab_size,
+        layers=[
+            _layer(dims, has_junction=index + 1 in plan.exit_layers)
+            for index in range(dims.num_layers)
+        ],
+        norm=norm,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=dims.vocab_size,
+            embedding_dim=dims.dim,
+            param_init={"weight": embedding_init},
+        ),
+        lm_head=_linear(dims.dim, dims.vocab_size, std=0.02),
+        enable_weight_tying=dims.tie_embeddings,
+    )

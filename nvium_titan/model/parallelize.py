@@ -1,0 +1,32 @@
+"""The parallelism plan: torchtitan's Llama plan, which the junctions fit into unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torchtitan.models.llama3.parallelize import parallelize_llama
+
+from nvium_titan.compat import sum_gradients_without_premul
+
+
+def parallelize_nvium(model: nn.Module, **kwargs: Any) -> nn.Module:
+    """Apply tensor parallelism, activation checkpointing, compile and FSDP to a model part.
+
+    Args:
+        model: The model or a pipeline stage, on the meta device.
+        **kwargs: torchtitan's `parallelize_fn` arguments.
+
+    Returns:
+        The same model, parallelised in place.
+    """
+    model = parallelize_llama(model, **kwargs)
+    if next(model.parameters()).device.type in ("cpu", "meta") and _runs_on_cpu():
+        sum_gradients_without_premul(model)
+    return model
+
+
+def _runs_on_cpu() -> bool:
+    from torchtitan.tools.utils import device_type
+
+    return device_type == "cpu"

@@ -1,0 +1,160 @@
+"""The training entry point.
+
+    torchrun --nproc_per_node=N -m nvium_titan.train --config-file X.toml [--section.key value ...]
+    python -m nvium_titan.train --module nvium_titan --config NAME        (torchtitan's own way)
+
+Without torchrun it trains in one process. On a machine without an accelerator it trains on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nvium_titan.errors import ConfigError, NviumError
+
+if TYPE_CHECKING:
+    from nvium_titan.trainer import NviumTrainer
+
+USAGE = """usage: [torchrun ...] -m nvium_titan.train --config-file FILE.toml [--section.key value ...]
+
+Train an N-vium, or its dense twin, from a TOML file. A flag overrides the file's key of that name:
+  --training.steps 100 --loss.beta 0.3 --model.num_layers 6 --nvium.exit_layers 2 4
+The resolved settings are saved as <dump_folder>/config.toml. See train_configs/ for examples.
+"""
+
+
+def load(argv: Sequence[str]) -> NviumTrainer.Config:
+    """Return the run's configuration from command-line arguments.
+
+    Args:
+        argv: `--config-file X.toml` and flags, or torchtitan's `--module M --config NAME` and flags.
+
+    Raises:
+        ConfigError: If the file, a key or a flag is wrong.
+    """
+    if any(word == "--module" or word.startswith("--module=") for word in argv):
+        from torchtitan.config import ConfigManager
+
+        return ConfigManager().parse_args(list(argv))
+    from nvium_titan.config.toml import load_config
+    from nvium_titan.trainer import NviumTrainer
+
+    words = list(argv)
+    for index, word in enumerate(words):
+        if word.startswith("--config-file="):
+            return load_config(
+                NviumTrainer.Config(), word.split("=", 1)[1], words[:index] + words[index + 1 :]
+            )
+        if word == "--config-file" and index + 1 < len(words):
+            return load_config(
+                NviumTrainer.Config(), words[index + 1], words[:index] + words[index + 2 :]
+            )
+    raise ConfigError(f"no --config-file given\n\n{USAGE}")
+
+
+def check_inputs(config: NviumTrainer.Config) -> None:
+    """Read what a run will read, before anything is built or written.
+
+    Args:
+        config: The run's configuration.
+
+    Raises:
+        TokenizerError: If the tokenizer cannot be read or does not fit the vocabulary.
+        DataError: If the training or validation data is missing, empty or malformed.
+    """
+    from nvium_titan.data.datasets import TextDataLoader
+    from nvium_titan.tokenizer import check_vocabulary
+
+    tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+    check_vocabulary(tokenizer, config.model_spec.model.vocab_size)
+    loaders = [config.dataloader]
+    if config.validator.enable:
+        loaders.append(config.validator.dataloader)
+    for loader in loaders:
+        if isinstance(loader, TextDataLoader.Config):
+            loader.check(tokenizer)
+
+
+def run(config: NviumTrainer.Config) -> None:
+    """Train to the end of a configuration, resuming from its newest checkpoint if there is one.
+
+    Args:
+        config: The run's configuration.
+
+    Raises:
+        NviumError: If the input cannot work (UsageError) or the loss diverges (DivergenceError).
+    """
+    import torch
+    from torchtitan.observability import structured_logger as sl
+
+    from nvium_titan.config.toml import save_config
+
+    check_inputs(config)
+    sl.init_structured_logger(
+        source="training",
+        output_dir=config.dump_folder,
+        enable=config.debug.enable_structured_logging,
+    )
+    trainer = config.build()
+    try:
+        if torch.distributed.get_rank() == 0:
+            folder = Path(config.dump_folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_config(config, folder / "config.toml")
+        if config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+        else:
+            trainer.train()
+    finally:
+        trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0 done, 1 failed, 2 wrong use, 130 interrupted.
+
+    Args:
+        argv: Command-line words; default `sys.argv[1:]`.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return 0 if words else 2
+    try:
+        from nvium_titan import compat
+
+        compat.require_torchtitan()
+        compat.use_cpu_without_accelerator()
+        _one_process_by_default()
+        from torchtitan.tools.logging import init_logger
+
+        init_logger()
+        run(load(words))
+    except NviumError as error:
+        sys.stderr.write(f"nvium: error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("nvium: interrupted\n")
+        return 130
+    return 0
+
+
+def _one_process_by_default() -> None:
+    """Set what torchrun would have set, for a launch without it."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

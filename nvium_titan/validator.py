@@ -1,0 +1,24 @@
+"""Validation on held-out text: torchtitan's loop, with the mixture's figures summed over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchtitan.components.validate import Validator
+
+
+class NviumValidator(Validator):
+    """torchtitan's validator; every figure is an exact mean over the valid tokens of all ranks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):
+        """torchtitan's validation settings, unchanged."""
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Run the validation set once and log it as split `val`."""
+        loss_fn: Any = self.loss_fn
+        loss_fn.sums.zero_()
+        super().validate(model_parts, step)
+        loss_fn.sums.zero_()

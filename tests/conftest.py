@@ -1,0 +1,42 @@
+"""Fixtures shared by every test."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+# Before anything imports Hugging Face libraries: tests never go online.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+if importlib.util.find_spec("torchtitan") is not None:
+    from nvium_titan.compat import use_cpu_without_accelerator
+
+    use_cpu_without_accelerator()
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> Iterator[None]:
+    dtype = torch.get_default_dtype()
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(dtype)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder of published test material (tokenizers, golden numbers, text)."""
+    root = Path(__file__).resolve().parents[1]
+    path = Path(os.environ.get("NVIUM_SHARED", root.parent / "shared"))
+    if not path.is_dir():
+        reason = f"test material not found at {path}; set NVIUM_SHARED to its folder"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return path
