@@ -32,7 +32,7 @@ import tyro
 
 from nvium_titan.errors import ConfigError, NviumError, nearest
 
-__all__ = ["load_config", "save_config"]
+__all__ = ["dump_config", "load_config", "save_config"]
 
 ConfigT = TypeVar("ConfigT")
 
@@ -65,17 +65,20 @@ def load_config(default: ConfigT, path: Path | str, flags: Sequence[str] = ()) -
     return typing.cast(ConfigT, config)
 
 
-def save_config(config: Any, path: Path | str) -> None:
-    """Write every key of a config to a TOML file that ``load_config`` reads back to an equal one.
+def dump_config(config: Any) -> str:
+    """Return every key of a config as TOML text that ``load_config`` reads back to an equal one.
 
     Keys that are None are left out if None is also their default, and are ``"none"`` otherwise.
 
     Args:
         config: A config dataclass whose type can be built without arguments.
-        path: The file to write; its folder must exist.
     """
-    document = tomli_w.dumps(_to_table(config, type(config)()))
-    Path(path).write_text(document, encoding="utf-8")
+    return tomli_w.dumps(_to_table(config, type(config)()))
+
+
+def save_config(config: Any, path: Path | str) -> None:
+    """Write ``dump_config`` to a file, in a folder that exists."""
+    Path(path).write_text(dump_config(config), encoding="utf-8")
 
 
 @dataclass(frozen=True)
