@@ -16,13 +16,18 @@ import sentencepiece
 import tokenizers
 
 from nvium_titan.errors import TokenizerError
+from nvium_titan.hf_tokenizers import (
+    BYTE_BOS,
+    BYTE_EOS,
+    byte_tokenizer_json,
+    sentencepiece_json,
+)
 from nvium_titan.text_stream import ByteStream, TextStream, WindowStream
 
 CONFIG_FILE = "tokenizer_config.json"
 HF_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
 _KIND_KEY = "nvium_kind"
-_BYTE_BOS, _BYTE_EOS = "<|bos|>", "<|eos|>"
 
 
 class Tokenizer(Protocol):
@@ -149,11 +154,11 @@ class ByteTokenizer(_Base):
 
     def save(self, directory: Path) -> None:
         """Write our marker, and the same ids as a `tokenizer.json` for Hugging Face readers."""
-        _as_hugging_face_bytes().save(str(directory / HF_FILE))
+        byte_tokenizer_json().save(str(directory / HF_FILE))
         base = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": _BYTE_BOS,
-            "eos_token": _BYTE_EOS,
+            "bos_token": BYTE_BOS,
+            "eos_token": BYTE_EOS,
             "clean_up_tokenization_spaces": False,
         }
         _write_config(directory, kind=self.kind, base=base)
@@ -168,26 +173,21 @@ class SentencePieceTokenizer(_Base):
         """Load the model.
 
         Raises:
-            TokenizerError: If the file is not a sentencepiece model, or if text could spell its
-                start or end piece.
+            TokenizerError: If the file is not a sentencepiece model.
         """
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
             raise TokenizerError(f"{path}: not a sentencepiece model: {error}") from error
         self.vocab_size = self._model.vocab_size()
+        # Only control pieces, which text cannot spell, count as start and end; else there is none.
         self.bos_id = _id_or_none(self._model.bos_id())
         self.eos_id = _id_or_none(self._model.eos_id())
-        for token_id in (self.bos_id, self.eos_id):
-            if token_id is not None and not self._model.is_control(token_id):
-                raise TokenizerError(
-                    f"{path}: piece {self._model.id_to_piece(token_id)!r} (id {token_id}) is not a "
-                    "control symbol, so text could end a document; train it as one"
-                )
         self._bytes = [self._piece_bytes(token_id) for token_id in range(self.vocab_size)]
         # Whether decoding drops the space that encoding puts before the first word.
-        word = next((i for i, data in enumerate(self._bytes) if data[:1] == b" " != data), None)
-        self._strips_first_space = word is not None and self._model.decode([word])[:1] != " "
+        pieces = map(self._model.id_to_piece, range(self.vocab_size))
+        word = next((p for p in pieces if p[0] == "\u2581" != p[1:2] and len(p) > 1), None)
+        self._strips_first_space = word is not None and self._model.decode_pieces([word])[:1] != " "
 
     def _piece_bytes(self, token_id: int) -> bytes:
         if self._model.is_control(token_id):
@@ -209,8 +209,11 @@ class SentencePieceTokenizer(_Base):
         return self._bytes[token_id]
 
     def save(self, directory: Path) -> None:
-        """Write `tokenizer.model` and the configuration that transformers needs."""
+        """Write `tokenizer.model`, where possible the same as `tokenizer.json`, and a config."""
         (directory / SENTENCEPIECE_FILE).write_bytes(self._model.serialized_model_proto())
+        converted = sentencepiece_json(self._model)
+        if converted is not None:
+            converted.save(str(directory / HF_FILE))
         ids = {
             "bos_token": self.bos_id,
             "eos_token": self.eos_id,
@@ -369,23 +372,3 @@ def _write_config(directory: Path, *, kind: str, base: dict[str, Any]) -> None:
     config = {**base, "split_special_tokens": True, _KIND_KEY: kind}
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (directory / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-def _as_hugging_face_bytes() -> tokenizers.Tokenizer:
-    """Return the byte tokenizer as a BPE without merges: one id a byte, then start and end."""
-    # GPT-2's printable stand-ins for bytes, which the ByteLevel steps below speak.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable}
-    letters |= {byte: chr(256 + index) for index, byte in enumerate(others)}
-    vocab = {letters[byte]: byte for byte in range(256)}
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
-    model.decoder = tokenizers.decoders.ByteLevel()
-    model.add_special_tokens([_BYTE_BOS, _BYTE_EOS])
-    model.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{_BYTE_BOS} $A", special_tokens=[(_BYTE_BOS, ByteTokenizer.bos_id)]
-    )
-    return model
