@@ -41,7 +41,7 @@ def load(argv: Sequence[str]) -> NviumTrainer.Config:
         from torchtitan.config import ConfigManager
 
         return ConfigManager().parse_args(list(argv))
-    from nvium_titan.config.toml import load_config
+    from nvium_titan.config import load_config
     from nvium_titan.trainer import NviumTrainer
 
     words = list(argv)
@@ -92,7 +92,7 @@ def run(config: NviumTrainer.Config) -> None:
     import torch
     from torchtitan.observability import structured_logger as sl
 
-    from nvium_titan.config.toml import save_config
+    from nvium_titan.config import save_config
 
     check_inputs(config)
     sl.init_structured_logger(
@@ -105,7 +105,7 @@ def run(config: NviumTrainer.Config) -> None:
         if torch.distributed.get_rank() == 0:
             folder = Path(config.dump_folder)
             folder.mkdir(parents=True, exist_ok=True)
-            save_config(config, folder / "config.toml")
+            save_config(config.resolved(), folder / "config.toml")
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:

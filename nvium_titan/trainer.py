@@ -7,7 +7,7 @@ clipping, optimizer. Before it the loss gets the phase's weights; after it the f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ from torchtitan.config import TrainingConfig
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from nvium_titan.config import dump_config
 from nvium_titan.errors import ConfigError, DivergenceError
 from nvium_titan.exit_plan import resolve_exit_plan
+from nvium_titan.flavors import flavor_dims, router_dim_of
 from nvium_titan.flops import ModelDims
 from nvium_titan.loss import MixtureLoss
 from nvium_titan.metrics import NviumMetricsProcessor
 from nvium_titan.model import model_spec
-from nvium_titan.model.flavors import flavor_dims, router_dim_of
-from nvium_titan.optimizer import AdamW, LRSchedule, OptimizerConfig
 from nvium_titan.optimizer import AdamW, LRSchedule, OptimizerConfig
 from nvium_titan.tokenizer import check_vocabulary
 from nvium_titan.validator import NviumValidator
@@ -137,14 +137,15 @@ def resolve_dims(model: ModelTable, nvium: NviumTable) -> ModelDims:
 
 
 class _RunState(Stateful):
-    """What a resumed run must know of the run before it, beyond torchtitan's own state."""
+    """What a checkpoint says of the run that wrote it, beyond torchtitan's own state."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, *, num_steps: int, settings: str) -> None:
         self.num_steps = num_steps
+        self.settings = settings
         self.previous_num_steps = num_steps
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self.num_steps}
+        return {"num_steps": self.num_steps, "settings": self.settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.previous_num_steps = state_dict["num_steps"]
@@ -179,7 +180,6 @@ class NviumTrainer(Trainer):
             Raises:
                 ConfigError: If the model is impossible or does not fit the training settings.
             """
-            self.lr_scheduler.resolve(self.training.steps)
             dims = resolve_dims(self.model, self.nvium)
             if self.training.seq_len > dims.max_seq_len:
                 raise ConfigError(
@@ -190,6 +190,21 @@ class NviumTrainer(Trainer):
                 self.lr_scheduler.resolve(self.training.steps)
             self.model_spec = model_spec(dims, flavor=self.model.flavor)
             Trainer.Config.__post_init__(self)
+
+        def resolved(self) -> NviumTrainer.Config:
+            """Return the same settings with every number of the model written out."""
+            dims = self.model_spec.model.dims
+            numbers = {f.name: getattr(dims, f.name) for f in fields(ModelTable)[1:]}
+            return replace(
+                self,
+                model=ModelTable(flavor=self.model.flavor, **numbers),
+                nvium=NviumTable(
+                    num_exits=dims.plan.num_exits,
+                    exit_layers=list(dims.exit_layers),
+                    router_dim=dims.router_dim,
+                    adapter_dim=dims.adapter_dim,
+                ),
+            )
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -204,14 +219,16 @@ class NviumTrainer(Trainer):
         )
         self.metrics_processor.loss_fn = self.loss_fn
         self.metrics_processor.dims = dims
-        self._run_state = _RunState(config.training.steps)
+        self._run_state = _RunState(
+            num_steps=config.training.steps, settings=dump_config(config.resolved())
+        )
         if self.checkpointer.enable:
             self.checkpointer.states["nvium"] = self._run_state
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
         self._started = False
 
     def should_continue_training(self) -> bool:
-        """Say whether steps are left; the first call comes right after the checkpoint was loaded."""
+        """Say whether steps are left; the first call comes right after loading a checkpoint."""
         if not self._started:
             self._started = True
             self._start()
@@ -245,10 +262,10 @@ class NviumTrainer(Trainer):
         try:
             super().train_step(data_iterator)
         except RuntimeError as error:
-            if "Loss is not finite" not in str(error):
-                raise
             self._record_finite()
-            raise self._divergence() from error
+            if "Loss is not finite" in str(error):
+                raise self._divergence() from error
+            raise
         self._record_finite()
         is_last = self.step == self.config.training.steps
         saves = self.checkpointer.enable and self.checkpointer._should_save(self.step, is_last)

@@ -1,7 +1,7 @@
 """Parameter names: native (torchtitan module tree) and Hugging Face / reference (the bundle).
 
-The backbone carries HF LLaMA names, the junctions the names of the authors' code. Strings only; the
-one tensor operation that goes with the names, the rotary permutation, is `convert.rope`.
+The backbone carries HF LLaMA names, the junctions the names of the authors' code. Strings only:
+`convert.layout` moves the tensors.
 """
 
 from __future__ import annotations

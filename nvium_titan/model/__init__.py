@@ -5,8 +5,9 @@ from __future__ import annotations
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.model_spec import ModelSpec
 
+from nvium_titan.flavors import flavor_dims
 from nvium_titan.flops import ModelDims
-from nvium_titan.model.flavors import build_model_config, flavor_dims
+from nvium_titan.model.build import build_model_config
 from nvium_titan.model.parallelize import parallelize_nvium
 from nvium_titan.model.state_dict_adapter import NviumStateDictAdapter
 

@@ -93,7 +93,7 @@ class NviumModel(Llama3Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Llama3Model.Config):
-        """The decoder's config tree; `model.flavors` builds it."""
+        """The decoder's config tree; `model.build` makes it."""
 
         dims: ModelDims
         """The numbers that the tree was built from."""

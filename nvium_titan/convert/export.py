@@ -1,0 +1,264 @@
+"""From a training checkpoint (DCP step folder) to a bundle.
+
+A step folder holds everything that is needed: the weights, whatever the number of ranks that wrote
+them, and the run's resolved settings. torchtitan is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import tomli
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from nvium_titan.bundle import BundleConfig, write_bundle
+from nvium_titan.bundle_config import DTYPES
+from nvium_titan.convert.layout import names_of, to_bundle
+from nvium_titan.errors import CheckpointError
+from nvium_titan.flops import ModelDims
+from nvium_titan.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+SETTINGS_KEY = "nvium.settings"
+"""The checkpoint entry that holds the run's resolved settings, as TOML text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFolder:
+    """A readable training checkpoint."""
+
+    path: Path
+    """The step-N folder."""
+    settings: Mapping[str, Any]
+    """The run's resolved settings, as in its config.toml."""
+    settings_text: str
+    """The same as TOML text."""
+    dims: ModelDims
+    """The shape of the model."""
+
+    @property
+    def step(self) -> int:
+        """Training steps behind the weights."""
+        return int(self.path.name.removeprefix("step-"))
+
+    @property
+    def run_folder(self) -> Path:
+        """The run's dump folder, where metrics.jsonl lies."""
+        return self.path.parent.parent
+
+
+def find_step_folder(path: Path | str) -> Path:
+    """Return the step folder that a path names.
+
+    Args:
+        path: A step-N folder, or a folder that holds some (a run's folder or its checkpoint
+            folder): then the newest, which is logged.
+
+    Raises:
+        CheckpointError: If there is none; the message says what was looked for and found.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder; give a step-N folder or a run's folder")
+    if (path / ".metadata").is_file():
+        return path
+    if re.fullmatch(r"step-\d+", path.name):
+        raise CheckpointError(
+            f"{path}: no .metadata file in it: not a checkpoint, or its saving was cut off; "
+            "give another step"
+        )
+    steps = [
+        folder
+        for parent in (path, path / "checkpoint")
+        for folder in parent.glob("step-*")
+        if (folder / ".metadata").is_file() and re.fullmatch(r"step-\d+", folder.name)
+    ]
+    if not steps:
+        raise CheckpointError(
+            f"{path}: no checkpoint in it: looked for .metadata, step-N/.metadata and "
+            "checkpoint/step-N/.metadata"
+        )
+    newest = max(steps, key=lambda folder: int(folder.name.removeprefix("step-")))
+    logger.info("%s: using its newest checkpoint, %s", path, newest)
+    return newest
+
+
+def read_step_folder(path: Path | str) -> StepFolder:
+    """Read what a checkpoint says of itself.
+
+    Args:
+        path: As `find_step_folder`.
+
+    Raises:
+        CheckpointError: If it cannot be read, or was not written by this package.
+    """
+    folder = find_step_folder(path)
+    entries = _entries(folder)
+    saved = folder.parent.parent / "config.toml"
+    if SETTINGS_KEY in entries:
+        holder: dict[str, Any] = {SETTINGS_KEY: ""}
+        _load(holder, folder)
+        text = holder[SETTINGS_KEY]
+    elif saved.is_file():  # a model-only checkpoint keeps no settings
+        text = saved.read_text(encoding="utf-8")
+    else:
+        raise CheckpointError(
+            f"{folder}: no '{SETTINGS_KEY}' in it and no {saved}: not a checkpoint of nvium_titan"
+        )
+    settings = tomli.loads(text)
+    numbers = {**settings["model"], **settings["nvium"]}
+    known = {field.name for field in fields(ModelDims)}
+    dims = ModelDims(
+        **{k: tuple(v) if isinstance(v, list) else v for k, v in numbers.items() if k in known}
+    )
+    return StepFolder(path=folder, settings=settings, settings_text=text, dims=dims)
+
+
+def _entries(folder: Path) -> Mapping[str, Any]:
+    try:
+        return FileSystemReader(folder).read_metadata().state_dict_metadata
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder / '.metadata'}: cannot be read ({error}): the checkpoint is damaged; "
+            "give another step"
+        ) from error
+
+
+def load_native_tensors(folder: StepFolder) -> dict[str, Tensor]:
+    """Return the model's parameters under their native names, whole, on the CPU.
+
+    Args:
+        folder: From `read_step_folder`.
+
+    Raises:
+        CheckpointError: If a parameter is missing or of another shape, or a file is damaged.
+    """
+    entries = _entries(folder.path)
+    names = names_of(folder.dims)
+    missing = [name for name in names if not isinstance(entries.get(name), TensorStorageMetadata)]
+    if missing:
+        raise CheckpointError(
+            f"{folder.path}: {len(missing)} parameters are missing, the first is {missing[0]}"
+        )
+    tensors = {
+        name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
+        for name in names
+    }
+    _load(dict(tensors), folder.path)
+    return tensors
+
+
+def _load(entries: dict[str, Any], folder: Path) -> None:
+    # Tensors are filled in place, anything else is put in by key.
+    try:
+        with warnings.catch_warnings():
+            # It only says that one process reads, which is what is wanted here.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(entries, checkpoint_id=folder, no_dist=True)
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        causes = getattr(error, "failures", {0: (error, None)})
+        cause = next(iter(causes.values()))[0]
+        raise CheckpointError(
+            f"{folder}: cannot be read ({type(cause).__name__}: {cause}): a file in it is damaged "
+            "or missing; give another step"
+        ) from error
+
+
+def bundle_config(dims: ModelDims, *, tokenizer: Tokenizer, dtype: str) -> BundleConfig:
+    """Return the bundle's configuration for a shape.
+
+    Args:
+        dims: The shape of the model.
+        tokenizer: Gives the special ids.
+        dtype: Type of the exported tensors: float32, bfloat16 or float16.
+    """
+    return BundleConfig(
+        vocab_size=dims.vocab_size,
+        hidden_size=dims.dim,
+        intermediate_size=dims.ffn_dim,
+        num_hidden_layers=dims.num_layers,
+        num_attention_heads=dims.num_heads,
+        num_key_value_heads=dims.num_kv_heads,
+        head_dim=dims.head_dim,
+        max_position_embeddings=dims.max_seq_len,
+        rms_norm_eps=dims.norm_eps,
+        rope_theta=dims.rope_theta,
+        tie_word_embeddings=dims.tie_embeddings,
+        exit_layers=dims.exit_layers,
+        router_dim=dims.router_dim,
+        adapter_dim=dims.adapter_dim,
+        final_adapter=dims.adapter_dim > 0,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        dtype=dtype,
+    )
+
+
+def export_checkpoint(
+    checkpoint: Path | str,
+    out: Path | str,
+    *,
+    dtype: str = "float32",
+    tokenizer: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> Path:
+    """Write a training checkpoint as a bundle; a dense model as a plain LlamaForCausalLM.
+
+    Args:
+        checkpoint: A step-N folder, or a folder that holds some: then the newest.
+        out: The bundle's directory; written whole or not at all.
+        dtype: Type of every exported tensor. The default keeps the float32 master weights exactly.
+        tokenizer: Tokenizer to put in; default: the one the run trained with.
+        max_shard_bytes: Tensor bytes per file.
+
+    Returns:
+        The step folder that was exported.
+
+    Raises:
+        CheckpointError: If the checkpoint is missing, damaged or not ours.
+        TokenizerError: If the tokenizer is missing or does not fit.
+        BundleError: If `out` holds something else or cannot be written.
+    """
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype={dtype}: choose one of {', '.join(DTYPES)}")
+    folder = read_step_folder(checkpoint)
+    text_tokenizer = load_tokenizer(tokenizer or folder.settings["hf_assets_path"])
+    tensors = to_bundle(load_native_tensors(folder), folder.dims)
+    write_bundle(
+        out,
+        config=bundle_config(folder.dims, tokenizer=text_tokenizer, dtype=dtype),
+        tensors={name: t.to(DTYPES[dtype]).contiguous() for name, t in tensors.items()},
+        tokenizer=text_tokenizer,
+        provenance=_provenance(folder),
+        max_shard_bytes=max_shard_bytes,
+    )
+    return folder.path
+
+
+def _provenance(folder: StepFolder) -> dict[str, Any]:
+    """Return the run's settings and, where its metrics are at hand, the last validation."""
+    record: dict[str, Any] = {"step": folder.step, "settings": folder.settings_text}
+    metrics = folder.run_folder / "metrics.jsonl"
+    if metrics.is_file():
+        rows = [json.loads(line) for line in metrics.read_text().splitlines() if line]
+        rows = [row for row in rows if row["step"] <= folder.step]
+        train = [row for row in rows if row["split"] == "train"]
+        validation = [row for row in rows if row["split"] == "val"]
+        if train:
+            record["tokens_seen"] = train[-1]["tokens"]
+        if validation:
+            record["validation"] = validation[-1]
+    return record

@@ -1,0 +1,131 @@
+"""From a DCP step folder to a bundle, and what a wrong path gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+import torch.distributed.checkpoint as dcp
+
+from nvium_titan.bundle import read_bundle
+from nvium_titan.convert.export import SETTINGS_KEY, export_checkpoint, find_step_folder
+from nvium_titan.convert.layout import to_native, to_rotate_half
+from nvium_titan.errors import CheckpointError
+from nvium_titan.flavors import flavor_dims
+from nvium_titan.flops import ModelDims
+from nvium_titan.model import model_spec
+
+
+def settings_of(dims: ModelDims) -> str:
+    numbers = dataclasses.asdict(dims)
+    nvium = {key: numbers.pop(key) for key in ("exit_layers", "router_dim", "adapter_dim")}
+    return tomli_w.dumps({"hf_assets_path": "byte", "model": numbers, "nvium": nvium})
+
+
+def write_checkpoint(
+    folder: Path, dims: ModelDims, *, step: int = 4
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Save a random model as the trainer would, and return its step folder and weights."""
+    model = model_spec(dims, flavor="test").model.build()
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    path = folder / "checkpoint" / f"step-{step}"
+    dcp.save({**state, SETTINGS_KEY: settings_of(dims)}, checkpoint_id=path, no_dist=True)
+    return path, state
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        flavor_dims("debug"),
+        dataclasses.replace(flavor_dims("debug"), exit_layers=(1, 4), num_kv_heads=2),
+        dataclasses.replace(flavor_dims("debug"), tie_embeddings=True),
+        flavor_dims("dense-debug"),
+    ],
+    ids=["nvium", "uneven-gqa", "tied", "dense"],
+)
+def test_a_checkpoint_becomes_a_bundle(dims: ModelDims, tmp_path: Path) -> None:
+    path, state = write_checkpoint(tmp_path, dims)
+    export_checkpoint(path, tmp_path / "bundle")
+    bundle = read_bundle(tmp_path / "bundle")
+    assert bundle.config.exit_layers == dims.exit_layers
+    assert bundle.config.is_plain_llama == (not dims.exit_layers)
+    tensors = bundle.load_tensors()
+    name = "model.layers.0.self_attn.k_proj.weight"
+    native = state["layers.0.attention.qkv_linear.wk.weight"]
+    assert torch.equal(tensors[name], to_rotate_half(native, num_heads=dims.num_kv_heads))
+    assert not torch.equal(tensors[name], native)
+    back = to_native(tensors, dims)
+    assert all(torch.equal(back[key], state[key]) for key in back)
+    assert set(back) == set(state) - ({"lm_head.weight"} if dims.tie_embeddings else set())
+
+
+def test_the_bundle_says_where_it_came_from(tmp_path: Path) -> None:
+    path, _ = write_checkpoint(tmp_path, flavor_dims("debug"))
+    rows = [
+        {"step": 2, "split": "val", "exit_shares": [0.1, 0.2, 0.7], "tokens": 5},
+        {"step": 4, "split": "train", "exit_shares": [0.3, 0.3, 0.4], "tokens": 640},
+        {"step": 8, "split": "val", "exit_shares": [1.0, 0.0, 0.0], "tokens": 5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    export_checkpoint(path, tmp_path / "bundle", dtype="bfloat16")
+    bundle = read_bundle(tmp_path / "bundle")
+    assert bundle.config.dtype == "bfloat16"
+    assert bundle.provenance["step"] == 4
+    assert bundle.provenance["tokens_seen"] == 640
+    assert bundle.provenance["validation"]["exit_shares"] == [0.1, 0.2, 0.7]
+    assert "[model]" in bundle.provenance["settings"]
+
+
+def test_a_model_only_checkpoint_reads_the_settings_beside_it(tmp_path: Path) -> None:
+    dims = flavor_dims("debug")
+    model = model_spec(dims, flavor="test").model.build()
+    path = tmp_path / "checkpoint" / "step-1"
+    dcp.save(dict(model.state_dict()), checkpoint_id=path, no_dist=True)
+    with pytest.raises(CheckpointError, match="not a checkpoint of nvium_titan"):
+        export_checkpoint(path, tmp_path / "bundle")
+    (tmp_path / "config.toml").write_text(settings_of(dims))
+    export_checkpoint(path, tmp_path / "bundle")
+    assert read_bundle(tmp_path / "bundle").config.num_hidden_layers == dims.num_layers
+
+
+@pytest.mark.cases
+def test_cfg_05_a_missing_or_empty_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere: no such folder"):
+        export_checkpoint(tmp_path / "nowhere", tmp_path / "bundle")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"looked for \.metadata, step-N/\.metadata"):
+        export_checkpoint(tmp_path / "empty", tmp_path / "bundle")
+    (tmp_path / "step-3").mkdir()
+    with pytest.raises(CheckpointError, match=r"step-3: no \.metadata file"):
+        export_checkpoint(tmp_path / "step-3", tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.cases
+def test_cfg_05_one_level_too_high_takes_the_newest_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(tmp_path, flavor_dims("debug"), step=9)
+    newest, _ = write_checkpoint(tmp_path, flavor_dims("debug"), step=10)
+    caplog.set_level("INFO")
+    assert find_step_folder(tmp_path) == newest
+    assert find_step_folder(tmp_path / "checkpoint") == newest
+    assert "using its newest checkpoint" in caplog.text
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    path, _ = write_checkpoint(tmp_path, flavor_dims("debug"))
+    shard = next(path.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:10])
+    with pytest.raises(CheckpointError, match=r"step-4: cannot be read \("):
+        export_checkpoint(path, tmp_path / "bundle")
+    (path / ".metadata").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read"):
+        export_checkpoint(path, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
