@@ -6,12 +6,11 @@ them, and the run's resolved settings. torchtitan is not imported.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from nvium_titan.bundle_config import DTYPES
 from nvium_titan.convert.layout import names_of, to_bundle
 from nvium_titan.errors import CheckpointError
 from nvium_titan.flops import ModelDims
+from nvium_titan.results import read_metrics
 from nvium_titan.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -253,12 +253,10 @@ def _provenance(folder: StepFolder) -> dict[str, Any]:
     record: dict[str, Any] = {"step": folder.step, "settings": folder.settings_text}
     metrics = folder.run_folder / "metrics.jsonl"
     if metrics.is_file():
-        rows = [json.loads(line) for line in metrics.read_text().splitlines() if line]
-        rows = [row for row in rows if row["step"] <= folder.step]
-        train = [row for row in rows if row["split"] == "train"]
-        validation = [row for row in rows if row["split"] == "val"]
-        if train:
-            record["tokens_seen"] = train[-1]["tokens"]
-        if validation:
-            record["validation"] = validation[-1]
+        rows = [row for row in read_metrics(metrics) if row.step <= folder.step]
+        for row in rows:
+            if row.split == "train":
+                record["tokens_seen"] = row.tokens
+            else:
+                record["validation"] = asdict(row)
     return record

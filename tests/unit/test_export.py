@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from nvium_titan.errors import CheckpointError
 from nvium_titan.flavors import flavor_dims
 from nvium_titan.flops import ModelDims
 from nvium_titan.model import model_spec
+from nvium_titan.results import MetricsRow
 
 
 def settings_of(dims: ModelDims) -> str:
@@ -67,12 +69,19 @@ def test_a_checkpoint_becomes_a_bundle(dims: ModelDims, tmp_path: Path) -> None:
 
 def test_the_bundle_says_where_it_came_from(tmp_path: Path) -> None:
     path, _ = write_checkpoint(tmp_path, flavor_dims("debug"))
+    row = MetricsRow(
+        step=2, split="val", loss=3.0, mixture_nll=3.0, perplexity=20.0, exit_ce=[3.0] * 3,
+        exit_shares=[0.1, 0.2, 0.7], expected_depth=0.8, beta=0.1, router_means=[0.1, 0.2],
+        router_entropy=0.8, grad_norm=None, lr=None, tokens=5, tokens_per_s=9.0, limit_speedup=1.2,
+    )  # fmt: skip
     rows = [
-        {"step": 2, "split": "val", "exit_shares": [0.1, 0.2, 0.7], "tokens": 5},
-        {"step": 4, "split": "train", "exit_shares": [0.3, 0.3, 0.4], "tokens": 640},
-        {"step": 8, "split": "val", "exit_shares": [1.0, 0.0, 0.0], "tokens": 5},
+        row,
+        replace(row, step=4, split="train", tokens=640, lr=0.1, grad_norm=1.0),
+        replace(row, step=8, exit_shares=[1.0, 0.0, 0.0]),
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
+    )
     export_checkpoint(path, tmp_path / "bundle", dtype="bfloat16")
     bundle = read_bundle(tmp_path / "bundle")
     assert bundle.config.dtype == "bfloat16"

@@ -1,0 +1,73 @@
+"""Result records to and from JSON: the rows of a run's `metrics.jsonl`.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from nvium_titan.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsRow:
+    """One logged step of training (`train`) or one validation (`val`)."""
+
+    step: int
+    """Training steps done."""
+    split: Literal["train", "val"]
+    """What was measured."""
+    loss: float
+    """The objective, nats/token."""
+    mixture_nll: float
+    """L_mix, nats/token."""
+    perplexity: float
+    """exp(L_mix)."""
+    exit_ce: list[float]
+    """Cross-entropy of each exit alone, nats/token."""
+    exit_shares: list[float]
+    """Mean exit probability of each exit."""
+    expected_depth: float
+    """Fraction of num_layers."""
+    beta: float
+    """Weight of the compute penalty at this step (0 in the router warm-up)."""
+    router_means: list[float]
+    """Mean conditional probability of leaving at each junction."""
+    router_entropy: float
+    """Entropy of the exit distribution, nats."""
+    grad_norm: float | None
+    """Gradient norm before clipping; None for validation."""
+    lr: float | None
+    """Learning rate; None for validation."""
+    tokens: int
+    """Training tokens seen so far; for validation the tokens it ran over."""
+    tokens_per_s: float
+    """Tokens per second over all ranks, since the last row."""
+    limit_speedup: float | None
+    """Decode speed-up over dense that these exit shares allow."""
+
+
+def read_metrics(path: Path) -> list[MetricsRow]:
+    """Return the rows of a `metrics.jsonl`.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DataError: If it is missing, or a line is not such a row.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; a training run writes it into its dump folder")
+    names = {field.name for field in fields(MetricsRow)}
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            rows.append(MetricsRow(**{k: v for k, v in record.items() if k in names}))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{path}:{number}: not a row of metrics ({error})") from error
+    return rows
