@@ -136,6 +136,12 @@ def test_a_file_changes_only_what_it_names(load):
         (["--nvium.exit_layers", "1", "2"], {"nvium": Nvium(exit_layers=[1, 2])}),
         (["--nvium.exit_layers", "1,2"], {"nvium": Nvium(exit_layers=[1, 2])}),
         (["--nvium.exit_layers=[1, 2]"], {"nvium": Nvium(exit_layers=[1, 2])}),
+        (["--validator.loader.path", "a,b"], {"validator": Validator(loader=Loader(path="a,b"))}),
+        (
+            ["--validator.loader.path", "a", "b"],
+            {"validator": Validator(loader=Loader(path=["a", "b"]))},
+        ),
+        (["--validator.loader.path", '["a"]'], {"validator": Validator(loader=Loader(path=["a"]))}),
         (["--nvium.betas", "0.8", "0.9"], {"nvium": Nvium(betas=(0.8, 0.9))}),
         (["--nvium.balancer", "None"], {"nvium": Nvium(balancer=None)}),
         (["--nvium.names", '[["a"], ["b", "c"]]'], {"nvium": Nvium(names=[["a"], ["b", "c"]])}),
