@@ -1,0 +1,207 @@
+# ruff: noqa: E501 - one case a line
+"""The trainer's whole configuration: the shipped files, strictness, round trips, the registry."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torchtitan.config import ConfigManager
+
+from nvium_titan import config_registry
+from nvium_titan.config import dump_config, load_config, save_config
+from nvium_titan.config_registry import config_files
+from nvium_titan.errors import ConfigError
+from nvium_titan.flavors import flavor_dims, flavor_names
+from nvium_titan.flops import count_params
+from nvium_titan.trainer import NviumTrainer
+
+FILES = config_files()
+DEBUG = FILES["debug"]
+
+
+def load(path: Path, *flags: str) -> NviumTrainer.Config:
+    return load_config(NviumTrainer.Config(), path, flags)
+
+
+def load_text(tmp_path: Path, text: str, *flags: str) -> NviumTrainer.Config:
+    path = tmp_path / "tiny.toml"
+    path.write_text(text)
+    return load(path, *flags)
+
+
+def settings(config: NviumTrainer.Config) -> dict[str, object]:
+    """All of a configuration, with the model spec, which holds functions, as its dimensions."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return fields | {"model_spec": config.model_spec.model.dims}
+
+
+def test_the_defaults_are_a_configuration_that_reads_back_equal(tmp_path):
+    save_config(NviumTrainer.Config(), tmp_path / "config.toml")
+    assert settings(load(tmp_path / "config.toml")) == settings(NviumTrainer.Config())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_shipped_file_loads_builds_and_reads_back_equal(name, tmp_path):
+    config = load(FILES[name])
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    dims = flavor_dims(config.model.flavor)
+    assert sum(p.numel() for p in model.parameters()) == sum(count_params(dims).values())
+    (tmp_path / "config.toml").write_text(dump_config(config))
+    assert settings(load(tmp_path / "config.toml")) == settings(config)
+
+
+def test_every_paper_flavor_has_its_file():
+    paper = [name for name in flavor_names() if re.search(r"\d+x\d+$", name)]
+    assert set(FILES) == {name.replace("-", "_") for name in paper} | {
+        "debug", "demo", "demo_dense",
+    }  # fmt: skip
+
+
+def test_the_files_have_the_papers_numbers(shared_dir):
+    grid = json.loads((shared_dir / "golden" / "experiments.json").read_text())["scaling_grid"]
+    cells = {f"{cell['hidden']}x{cell['layers']}": cell for cell in grid}
+    for name, file in FILES.items():
+        kind, _, shape = name.partition("_")
+        if shape not in cells:
+            continue
+        cell, config = cells[shape], load(file)
+        assert config.model.flavor == f"{kind}-{shape}"
+        assert (
+            config.training.steps
+            == cell[f"{'nvium' if kind == 'quadrivium' else 'baseline'}_steps"]
+        )
+        assert config.optimizer.lr == cell["lr"]
+        assert config.training.seq_len == 1024
+        assert config.training.global_batch_size * 1024 == cell["tokens_per_step"]
+        assert config.training.local_batch_size == cell["per_device_batch"]
+        assert config.training.max_norm == 1.0
+        assert config.training.dtype == "float32"
+        assert config.training.mixed_precision_param == "bfloat16"
+        assert (config.optimizer.betas, config.optimizer.eps) == ((0.9, 0.95), 1e-8)
+        assert config.optimizer.weight_decay == 0.1
+        assert (config.loss.beta, config.loss.alpha, config.loss.warmup_fraction) == (
+            0.15,
+            1.0,
+            0.05,
+        )
+        assert config.lr_scheduler.warmup_ratio == 0.01
+        assert config.lr_scheduler.decay_type == "cosine"
+        assert config.lr_scheduler.min_lr_factor == 0.1
+        # App. G: warm-up, stable, decay, for both models.
+        assert config.lr_scheduler.decay_ratio == (0.1 if shape == "1536x48" else None)
+
+
+def test_torchtitan_finds_the_files_by_name():
+    words = ["--module", "nvium_titan", "--config", "debug", "--loss.beta", "0.3"]
+    config = ConfigManager().parse_args(words)
+    assert settings(config) == settings(load(DEBUG, "--loss.beta", "0.3"))
+    with pytest.raises(ValueError, match=r"'debgu' not found .*'debug', 'demo', 'demo_dense'"):
+        ConfigManager().parse_args(["--module", "nvium_titan", "--config", "debgu"])
+    assert "debug" in dir(config_registry)
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[nvium]\nexit_layer = [1, 2]", "[nvium] exit_layer = [1, 2]: unknown key in [nvium]; did you mean 'exit_layers'?"),
+        ("[training]\ncompile = true", "[training] compile = true: no such key in [training]; [compile] is a table of its own"),
+    ],
+    ids=["misspelt", "stale"],
+)  # fmt: skip
+def test_cfg_01_misspelt_or_stale_key(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=re.escape(f"tiny.toml: {message}")):
+        load_text(tmp_path, text)
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[training]\nexit_layers = [1, 2]", "it belongs in [nvium]"),
+        ("[training]\ntensor_parallel_degree = 2", "it belongs in [parallelism]"),
+        ("[training]\nmax_seq_len = 2048", "it belongs in [model]"),
+        ("[model]\nnum_exits = 2", "it belongs in [nvium]"),
+        ("[model]\nbeta = 0.1", "it belongs in [loss]"),
+        ("steps = 5", "no such key in the top level; it belongs in [training], [validator]"),
+        ("[paralelism]\ntensor_parallel_degree = 2", "[paralelism]: unknown table; did you mean 'parallelism'?"),
+        ("[activation_checkpoint]\nmemory_budget = 0.3", "has this key only with kind = 'memory_budget'"),
+        ("[[optimizer.param_groups]]\npattern = '.*'", "has this key only with kind = 'param_groups'"),
+    ],
+)  # fmt: skip
+def test_cfg_02_misplaced_key_is_told_its_table(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_text(tmp_path, text)
+
+
+@pytest.mark.cases
+def test_cfg_07_flags_beat_the_file_and_are_saved(tmp_path):
+    text = "[loss]\nbeta = 0.1\n[model]\nflavor = 'debug'\nnum_layers = 9"
+    config = load_text(tmp_path, text, "--loss.beta", "0.3", "--model.num_layers", "12")
+    assert len(config.model_spec.model.layers) == 12
+    saved = dump_config(config)
+    assert "beta = 0.3" in saved
+    assert "num_layers = 12" in saved
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--training.steps", "0"],
+        ["--training.steps", "-1"],
+        ["--training.steps", "5", "--lr_scheduler.warmup_steps", "50"],
+        ["--training.steps", "5", "--lr_scheduler.total_steps", "4"],
+        ["--loss.warmup_fraction", "1.5"],
+        ["--loss.warmup_fraction", "-0.1"],
+    ],
+    ids=lambda flags: " ".join(flags),
+)
+def test_lrs_01_impossible_schedules_are_refused_before_anything_is_built(flags):
+    with pytest.raises(ConfigError, match=r"debug\.toml.*: "):
+        load(DEBUG, *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nvium.exit_layers", "1", "9"], "exit_layers"),
+        (["--nvium.num_exits", "5"], "num_exits"),
+        (["--model.flavor", "debgu"], "did you mean 'debug'?"),
+        (["--model.num_heads", "5"], "num_heads=5"),
+        (["--training.seq_len", "4096"], "max_seq_len"),
+        (["--parallelism.pipeline_parallel_degree", "2"], "CUDA graphs do not support pipeline"),
+        (["--validator.steps", "0"], "validation steps must be positive or -1"),
+        (["--checkpoint.keep_latest_k", "1"], "at least 2 checkpoint replicas"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_impossible_combinations_name_the_file_and_the_flag(flags, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        load(DEBUG, *flags)
+    assert str(DEBUG) in str(caught.value)
+    assert flags[0] in str(caught.value)
+
+
+def test_torchtitans_own_optimizer_groups_and_checkpointing_kinds_are_reachable(tmp_path):
+    config = load_text(
+        tmp_path,
+        "[optimizer]\nkind = 'param_groups'\n"
+        "[[optimizer.param_groups]]\npattern = '.*'\noptimizer_name = 'AdamW'\n"
+        "optimizer_kwargs = {lr = 1e-3, betas = [0.9, 0.95]}\n"
+        "[activation_checkpoint]\nkind = 'full'\n",
+    )
+    assert config.optimizer.param_groups[0].optimizer_kwargs["lr"] == 1e-3
+    assert type(config.activation_checkpoint).__qualname__ == "FullAC.Config"
+    (tmp_path / "config.toml").write_text(dump_config(config))
+    assert settings(load(tmp_path / "config.toml")) == settings(config)
+    assert (
+        load_text(tmp_path, "", "--activation_checkpoint.kind", "none").activation_checkpoint
+        is None
+    )
