@@ -1,0 +1,126 @@
+"""The buffers of one sequence: KV cache, boundary states, work space; written in place.
+
+Shapes: L layers, G key/value heads, R query heads per key/value head, S slots, T rows of the group
+at hand, H head width, D model width, W = (R + 2) G H packed features, F MLP width.
+
+All memory is allocated at construction; the views for a group size are cut when that size is first
+met. Buffers start as zeros, since a masked NaN in V would still poison attention.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from nvium_titan.decode.params import DecoderParams
+
+
+class Scratch:
+    """The work space of one sequence, cut for groups of `rows` rows; every layer overwrites it."""
+
+    def __init__(self, params: DecoderParams, flat: Tensor, *, rows: int) -> None:
+        """Cut the views.
+
+        Args:
+            params: Gives the dimensions.
+            flat: The shared work space, at least `rows * work_features(params)` elements.
+            rows: T.
+        """
+        config = params.config
+        width, ffn, head = config.hidden_size, config.intermediate_size, config.head_dim
+        groups = config.num_key_value_heads
+        per_group = config.num_attention_heads // groups
+        sizes = (2 * width, (per_group + 2) * groups * head, per_group * groups * head, 2 * ffn)
+        pair, qkv, attended, gate_up = (
+            flat[rows * start : rows * end].view(rows, end - start)
+            for start, end in pairwise(accumulate(sizes, initial=0))
+        )
+        self.pair_T2D = pair
+        """The residual stream beside its negative; see `decode.model.rms_norm`."""
+        self.x_TD = pair[:, :width]
+        self.mirror_TD = pair[:, width:]
+        self.qkv_TW = qkv
+        heads = qkv.view(rows, (per_group + 2) * groups, head)
+        self.rotated_TNH = heads[:, : (per_group + 1) * groups]
+        """Queries and keys, the heads that RoPE turns."""
+        self.kv_GTH = heads[:, per_group * groups :].transpose(0, 1)
+        """Keys, then values: 2G heads."""
+        self.queries_GRTH = (
+            heads[:, : per_group * groups].view(rows, groups, per_group, head).permute(1, 2, 0, 3)
+        )
+        self.attended_TQ = attended
+        self.attended_GRTH = attended.view(rows, groups, per_group, head).permute(1, 2, 0, 3)
+        self.gate_up_T2F = gate_up
+        self.gate_TF = gate_up[:, :ffn]
+        self.up_TF = gate_up[:, ffn:]
+        # With one query head per group, or one row, (R, T) is one axis without a copy.
+        self.is_flat = per_group == 1 or rows == 1
+        if self.is_flat:
+            shape = (groups, per_group * rows, head)
+            self.queries_GMH = self.queries_GRTH.reshape(shape)
+            self.attended_GMH = self.attended_GRTH.view(shape)
+        if params.dtype in (torch.float32, torch.float64):
+            pairs = self.rotated_TNH.view(rows, -1, head // 2, 2)
+            self.rotated_complex_TNP = torch.view_as_complex(pairs)
+
+
+def work_features(params: DecoderParams) -> int:
+    """Return the elements of work space that one row needs."""
+    config = params.config
+    q_features = config.num_attention_heads * config.head_dim
+    kv_features = config.num_key_value_heads * config.head_dim
+    return 2 * (config.hidden_size + q_features + kv_features + config.intermediate_size)
+
+
+class SequenceBuffers:
+    """Everything one sequence stores: keys and values, boundary states, work space."""
+
+    def __init__(self, params: DecoderParams, *, num_slots: int, max_rows: int) -> None:
+        """Allocate, zeroed.
+
+        Args:
+            params: Gives the dimensions, dtype and device.
+            num_slots: Positions to hold, slack for padded rows included.
+            max_rows: Most rows of one group.
+        """
+        config, plan = params.config, params.config.plan
+        groups = config.num_key_value_heads
+        self._params = params
+        self.num_slots = num_slots
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=params.dtype, device=params.device)
+
+        self.kv_LGSH = zeros(config.num_hidden_layers, 2 * groups, num_slots, config.head_dim)
+        """Keys (first G heads, interleaved RoPE layout) and values (last G heads)."""
+        self.boundary_SD = tuple(
+            zeros(num_slots, config.hidden_size) for _ in range(plan.num_exits + 1)
+        )
+        """Boundary states: embeddings, then the residual stream after each block."""
+        by_block = [self.kv_LGSH[block.start : block.stop] for block in plan.blocks]
+        self.slots_LGSH = tuple(by_block)
+        self.keys_LGHS = tuple(kv[:, :groups].transpose(2, 3) for kv in by_block)
+        self.values_LGSH = tuple(kv[:, groups:] for kv in by_block)
+        self._work = zeros(max_rows * work_features(params))
+        self._scratch: dict[int, Scratch] = {}
+
+    def scratch(self, rows: int) -> Scratch:
+        """Return the work-space views for groups of `rows` rows."""
+        scratch = self._scratch.get(rows)
+        if scratch is None:
+            scratch = self._scratch[rows] = Scratch(self._params, self._work, rows=rows)
+        return scratch
+
+    def keys(self, layer_index: int, *, length: int) -> Tensor:
+        """Return a copy of one layer's keys in HF's rotate-half layout, shape (G, length, H)."""
+        groups = self._params.config.num_key_value_heads
+        keys_GTH = self.kv_LGSH[layer_index, :groups, :length]
+        pairs = keys_GTH.reshape(groups, length, -1, 2)
+        return pairs.transpose(-1, -2).reshape(keys_GTH.shape)
+
+    def values(self, layer_index: int, *, length: int) -> Tensor:
+        """Return a copy of one layer's values, shape (G, length, H)."""
+        groups = self._params.config.num_key_value_heads
+        return self.kv_LGSH[layer_index, groups:, :length].clone()

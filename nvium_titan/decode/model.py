@@ -1,0 +1,218 @@
+"""The forward pass of inference: blocks of layers over a static cache, junctions, the head.
+
+The model holds weights and constant tables only; every tensor that a sequence writes lives in its
+`SequenceBuffers`. At small sizes the Python and dispatch time of each operation decides the speed,
+so a layer is few operations, all into preallocated work space.
+
+Shapes: T rows of the group, C columns (slots) attended, D width, F MLP width, G key/value heads,
+R query heads per key/value head, M = R T, H head width, P = H / 2 rotary pairs, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nvium_titan.core.mixture import at_least_float32
+from nvium_titan.decode.deferred import DECODE_BUCKETS
+from nvium_titan.decode.kv_cache import Scratch, SequenceBuffers
+from nvium_titan.decode.params import DecoderParams, LayerParams
+
+
+def rms_norm(x_TD: Tensor, gain_2D: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm(x), with moments in at least float32.
+
+    It is the first half of LayerNorm([x, -x]), whose mean is zero and whose variance is mean(x^2).
+    That is one fused kernel on every device; composed RMSNorm on the CPU is six.
+
+    Args:
+        x_TD: Rows to normalise.
+        gain_2D: The gain, twice in a row.
+        eps: Added to the mean square.
+
+    Returns:
+        Shape (T, D), a view into a new tensor.
+    """
+    return _half_layer_norm(torch.cat((x_TD, -x_TD), dim=-1), gain_2D, eps)
+
+
+def _half_layer_norm(pair_T2D: Tensor, gain_2D: Tensor, eps: float) -> Tensor:
+    width = pair_T2D.shape[-1]
+    normed = torch.native_layer_norm(pair_T2D, (width,), gain_2D, None, eps)[0]
+    return normed.narrow(-1, 0, width // 2)
+
+
+class DecoderModel:
+    """Weights and tables; runs blocks on a sequence's buffers. Read-only after construction."""
+
+    def __init__(self, params: DecoderParams, *, num_slots: int) -> None:
+        """Build the rotary table.
+
+        Args:
+            params: The weights.
+            num_slots: Largest number of slots that any sequence will have.
+        """
+        config = params.config
+        self.params = params
+        self.blocks = tuple(
+            tuple(params.layers[index] for index in block) for block in config.plan.blocks
+        )
+        self.eps = config.rms_norm_eps
+        self._scale = config.head_dim**-0.5
+        self._is_low_precision = params.dtype not in (torch.float32, torch.float64)
+        exponent_P = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        angle_SP = torch.outer(
+            torch.arange(num_slots, dtype=torch.float64), config.rope_theta**-exponent_P
+        )
+        is_double = params.dtype == torch.float64
+        self._rope_S1P = (
+            torch.polar(torch.ones_like(angle_SP), angle_SP)
+            .to(device=params.device, dtype=torch.complex128 if is_double else torch.complex64)
+            .unsqueeze(1)
+        )
+        self._head_DV = params.head_VD.t()
+        self._no_mask = torch.zeros((), dtype=params.dtype, device=params.device)
+
+    def embed(self, buffers: SequenceBuffers, token_ids: list[int], *, first: int) -> None:
+        """Write the embeddings of `token_ids` at positions `first`, `first` + 1, ..."""
+        rows_TD = buffers.boundary_SD[0].narrow(0, first, len(token_ids))
+        if len(token_ids) == 1:
+            rows_TD.copy_(self.params.embedding_VD[token_ids[0]])
+        else:
+            ids_T = torch.tensor(token_ids, device=self.params.device)
+            torch.index_select(self.params.embedding_VD, 0, ids_T, out=rows_TD)
+
+    def run_block(
+        self, block_index: int, buffers: SequenceBuffers, *, first: int, rows: int, columns: int
+    ) -> None:
+        """Run the layers of one block on rows `first` .. `first + rows - 1`.
+
+        Writes their keys and values, and the boundary state behind the block. Row i attends to
+        slots 0 .. first + i; keys and values of earlier positions must be there. Rows beyond the
+        sequence (padding) write garbage into slots that are overwritten before they are read.
+
+        No host reads. Allocates the attention scores and the normed rows.
+
+        Args:
+            block_index: Which block, from 0.
+            buffers: The sequence, written.
+            first: Position of the first row.
+            rows: Rows to run, padding included.
+            columns: Slots to attend over, at least first + rows; more is masked.
+        """
+        work = buffers.scratch(rows)
+        x_TD = work.x_TD
+        x_TD.copy_(buffers.boundary_SD[block_index].narrow(0, first, rows))
+        rope_T1P = self._rope_S1P.narrow(0, first, rows)
+        keys = buffers.keys_LGHS[block_index].narrow(3, 0, columns).unbind(0)
+        values = buffers.values_LGSH[block_index].narrow(2, 0, columns).unbind(0)
+        slots = buffers.slots_LGSH[block_index].narrow(2, first, rows).unbind(0)
+        mask_TC = None if rows == 1 and columns == first + 1 else self._mask(first, rows, columns)
+        for layer, keys_GHC, values_GCH, slots_GTH in zip(
+            self.blocks[block_index], keys, values, slots, strict=True
+        ):
+            torch.neg(x_TD, out=work.mirror_TD)
+            normed_TD = _half_layer_norm(work.pair_T2D, layer.attn_norm_2D, self.eps)
+            torch.mm(normed_TD, layer.qkv_DW, out=work.qkv_TW)
+            if self._is_low_precision:
+                _rotate_in_float32(work.rotated_TNH, rope_T1P)
+            else:
+                work.rotated_complex_TNP.mul_(rope_T1P)
+            slots_GTH.copy_(work.kv_GTH)
+            self._attend(work, keys_GHC, values_GCH, mask_TC, rows)
+            x_TD.addmm_(work.attended_TQ, layer.attn_out_QD)
+            self._mlp(work, layer)
+        buffers.boundary_SD[block_index + 1].narrow(0, first, rows).copy_(x_TD)
+
+    def _mlp(self, work: Scratch, layer: LayerParams) -> None:
+        torch.neg(work.x_TD, out=work.mirror_TD)
+        normed_TD = _half_layer_norm(work.pair_T2D, layer.mlp_norm_2D, self.eps)
+        torch.mm(normed_TD, layer.gate_up_D2F, out=work.gate_up_T2F)
+        F.silu(work.gate_TF, inplace=True)
+        work.gate_TF.mul_(work.up_TF)
+        work.x_TD.addmm_(work.gate_TF, layer.down_FD)
+
+    def _attend(
+        self,
+        work: Scratch,
+        keys_GHC: Tensor,
+        values_GCH: Tensor,
+        mask_TC: Tensor | None,
+        rows: int,
+    ) -> None:
+        """Write softmax(q k / sqrt(H) + mask) v into `work.attended_TQ`.
+
+        Few rows in full precision take two batched products, which beat the fused kernel's start-up
+        on the CPU; the fused kernel saves the memory of long runs and keeps float32 scores in bf16.
+        """
+        groups, per_group = work.queries_GRTH.shape[:2]
+        if rows > DECODE_BUCKETS[-1] or self._is_low_precision:
+            queries_1NTH = work.queries_GRTH.flatten(0, 1).unsqueeze(0)
+            attended_1NTH = F.scaled_dot_product_attention(
+                queries_1NTH,
+                keys_GHC.transpose(1, 2).unsqueeze(0),
+                values_GCH.unsqueeze(0),
+                attn_mask=mask_TC,
+                enable_gqa=per_group > 1,
+            )
+            work.attended_GRTH.copy_(attended_1NTH.view(groups, per_group, rows, -1))
+            return
+        if mask_TC is None:
+            bias, beta = self._no_mask, 0
+        else:
+            bias, beta = mask_TC if per_group == 1 else mask_TC.repeat(per_group, 1), 1
+        queries_GMH = work.queries_GMH if work.is_flat else work.queries_GRTH.flatten(1, 2)
+        scores_GMC = torch.baddbmm(bias, queries_GMH, keys_GHC, beta=beta, alpha=self._scale)
+        weights_GMC = torch.softmax(scores_GMC, dim=-1)
+        if work.is_flat:
+            torch.bmm(weights_GMC, values_GCH, out=work.attended_GMH)
+        else:
+            attended_GMH = torch.bmm(weights_GMC, values_GCH)
+            work.attended_GRTH.copy_(attended_GMH.view(groups, per_group, rows, -1))
+
+    def _mask(self, first: int, rows: int, columns: int) -> Tensor:
+        """Return 0 where column <= first + row, else -inf."""
+        mask_TC = torch.full(
+            (rows, columns), float("-inf"), dtype=self.params.dtype, device=self.params.device
+        )
+        return mask_TC.triu_(first + 1)
+
+    def exit_norm(self, exit_index: int, h_TD: Tensor) -> Tensor:
+        """Return n_k = RMSNorm_k(h_k), which the router and the adapter of the exit share."""
+        return rms_norm(h_TD, self.params.exits[exit_index].norm_2D, self.eps)
+
+    def router_logit(self, junction_index: int, n_TD: Tensor) -> Tensor:
+        """Return z_k, exit minus continue, of the router behind n_k.
+
+        N-vium (arXiv:2605.13190), Sec. 4: w_k = sigmoid(z_k). The router is the authors' code's,
+        with a norm before its head; the two rows of the head are folded into their difference.
+
+        Returns:
+            Shape (T,), at least float32, a new tensor.
+        """
+        router = self.params.exits[junction_index].router
+        assert router is not None, "the last exit has no router"
+        hidden_TR = F.gelu(torch.addmm(router.fc1_bias_R, n_TD, router.fc1_DR))
+        score_TD = at_least_float32(torch.addmm(router.fc2_bias_D, hidden_TR, router.fc2_RD))
+        normed_TD = rms_norm(score_TD, router.norm_2D, self.eps)
+        return torch.addmv(router.leave_bias, normed_TD, router.leave_D)
+
+    def exit_state(self, exit_index: int, n_TD: Tensor) -> Tensor:
+        """Return o_k = n_k + A_k(n_k), what the shared head reads at this exit."""
+        weights = self.params.exits[exit_index]
+        if weights.adapter_in_DA is None or weights.adapter_out_AD is None:
+            return n_TD
+        hidden_TA = F.silu(torch.mm(n_TD, weights.adapter_in_DA), inplace=True)
+        return torch.addmm(n_TD, hidden_TA, weights.adapter_out_AD)
+
+    def logits(self, o_TD: Tensor) -> Tensor:
+        """Return W_lm o, shape (T, V); rows of the head past `params.num_tokens` are padding."""
+        return torch.mm(o_TD, self._head_DV)
+
+
+def _rotate_in_float32(rotated_TNH: Tensor, rope_T1P: Tensor) -> None:
+    """Apply RoPE in place to half-precision heads, in float32."""
+    pairs_TNP2 = rotated_TNH.float().view(*rotated_TNH.shape[:-1], -1, 2)
+    torch.view_as_complex(pairs_TNP2).mul_(rope_T1P)
+    rotated_TNH.copy_(pairs_TNP2.flatten(-2))
