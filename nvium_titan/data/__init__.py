@@ -1,0 +1,1 @@
+"""Text for training: documents from files, corpora and the hub, packed into sequences."""
