@@ -13,18 +13,21 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from nvium_titan.errors import ConfigError, NviumError
+from nvium_titan.errors import CheckpointError, ConfigError, NviumError
 
 if TYPE_CHECKING:
+    from torchtitan.components.checkpointer import CheckpointManager
+
     from nvium_titan.trainer import NviumTrainer
 
-USAGE = """usage: [torchrun ...] -m nvium_titan.train --config-file FILE.toml [--section.key value ...]
+USAGE = """usage: [torchrun ...] -m nvium_titan.train --config-file FILE.toml [--section.key value]
 
 Train an N-vium, or its dense twin, from a TOML file. A flag overrides the file's key of that name:
   --training.steps 100 --loss.beta 0.3 --model.num_layers 6 --nvium.exit_layers 2 4
 The resolved settings are saved as <dump_folder>/config.toml. See train_configs/ for examples.
+--config-file FILE.toml --help lists every key, its meaning and its value in that file.
 """
 
 
@@ -32,7 +35,7 @@ def load(argv: Sequence[str]) -> NviumTrainer.Config:
     """Return the run's configuration from command-line arguments.
 
     Args:
-        argv: `--config-file X.toml` and flags, or torchtitan's `--module M --config NAME` and flags.
+        argv: `--config-file X.toml` or torchtitan's `--module M --config NAME`, and flags.
 
     Raises:
         ConfigError: If the file, a key or a flag is wrong.
@@ -46,15 +49,32 @@ def load(argv: Sequence[str]) -> NviumTrainer.Config:
 
     words = list(argv)
     for index, word in enumerate(words):
-        if word.startswith("--config-file="):
-            return load_config(
-                NviumTrainer.Config(), word.split("=", 1)[1], words[:index] + words[index + 1 :]
-            )
-        if word == "--config-file" and index + 1 < len(words):
-            return load_config(
-                NviumTrainer.Config(), words[index + 1], words[:index] + words[index + 2 :]
-            )
+        name, has_value, value = word.partition("=")
+        if name == "--config-file" and (has_value or index + 1 < len(words)):
+            path = value if has_value else words[index + 1]
+            flags = words[:index] + words[index + (1 if has_value else 2) :]
+            if {"-h", "--help"} & set(flags):
+                _show_help(load_config(NviumTrainer.Config(), path))
+            return load_config(NviumTrainer.Config(), path, flags)
     raise ConfigError(f"no --config-file given\n\n{USAGE}")
+
+
+def _show_help(config: NviumTrainer.Config) -> NoReturn:
+    """Print every flag with its meaning and its value in a configuration; exits with code 0."""
+    import tyro
+    from torchtitan.config.manager import ConfigManager, custom_registry
+
+    ConfigManager.register_tyro_rules(custom_registry)
+    tyro.cli(
+        type(config),
+        args=["--help"],
+        default=config,
+        prog="nvium train",
+        registry=custom_registry,
+        use_underscores=True,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    sys.exit(0)
 
 
 def check_inputs(config: NviumTrainer.Config) -> None:
@@ -64,12 +84,14 @@ def check_inputs(config: NviumTrainer.Config) -> None:
         config: The run's configuration.
 
     Raises:
+        CheckpointError: If the checkpoint to start from is missing.
         TokenizerError: If the tokenizer cannot be read or does not fit the vocabulary.
         DataError: If the training or validation data is missing, empty or malformed.
     """
     from nvium_titan.data.datasets import TextDataLoader
     from nvium_titan.tokenizer import check_vocabulary
 
+    _check_checkpoint(config.checkpoint, Path(config.dump_folder))
     tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
     check_vocabulary(tokenizer, config.model_spec.model.vocab_size)
     loaders = [config.dataloader]
@@ -78,6 +100,37 @@ def check_inputs(config: NviumTrainer.Config) -> None:
     for loader in loaders:
         if isinstance(loader, TextDataLoader.Config):
             loader.check(tokenizer)
+
+
+def _check_checkpoint(checkpoint: CheckpointManager.Config, dump_folder: Path) -> None:
+    # Random weights must never train where a checkpoint was asked for and is not there.
+    path, step = checkpoint.initial_load_path, checkpoint.load_step
+    if not checkpoint.enable:
+        if path or step >= 0:
+            raise ConfigError(
+                f"[checkpoint] initial_load_path={path!r}, load_step={step}: nothing is loaded "
+                "while enable=false; set [checkpoint] enable = true"
+            )
+        return
+    folder = dump_folder / checkpoint.folder
+    if step >= 0:
+        if not (folder / f"step-{step}" / ".metadata").is_file():
+            raise CheckpointError(
+                f"[checkpoint] load_step={step}: no {folder}/step-{step}/.metadata; "
+                f"{_steps_in(folder)}"
+            )
+    elif path and "://" not in path and not list(folder.glob("step-*/.metadata")):
+        pattern = "*.safetensors" if checkpoint.initial_load_in_hf else ".metadata"
+        if not list(Path(path).glob(pattern)):
+            raise CheckpointError(
+                f"[checkpoint] initial_load_path={path!r}: no {pattern} in it; "
+                f"{_steps_in(Path(path))}"
+            )
+
+
+def _steps_in(folder: Path) -> str:
+    steps = [found.parent for found in sorted(folder.glob("**/step-*/.metadata"))]
+    return f"checkpoints found: {', '.join(map(str, steps))}" if steps else "no checkpoint found"
 
 
 def run(config: NviumTrainer.Config) -> None:

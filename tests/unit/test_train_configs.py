@@ -15,9 +15,10 @@ from torchtitan.config import ConfigManager
 from nvium_titan import config_registry
 from nvium_titan.config import dump_config, load_config, save_config
 from nvium_titan.config_registry import config_files
-from nvium_titan.errors import ConfigError
+from nvium_titan.errors import CheckpointError, ConfigError
 from nvium_titan.flavors import flavor_dims, flavor_names
 from nvium_titan.flops import count_params
+from nvium_titan.train import check_inputs
 from nvium_titan.trainer import NviumTrainer
 
 FILES = config_files()
@@ -138,6 +139,37 @@ def test_cfg_01_misspelt_or_stale_key(tmp_path, text, message):
 def test_cfg_02_misplaced_key_is_told_its_table(tmp_path, text, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_text(tmp_path, text)
+
+
+@pytest.mark.cases
+def test_cfg_05_a_missing_checkpoint_never_becomes_random_weights(tmp_path):
+    empty, run = tmp_path / "empty", tmp_path / "run"
+    empty.mkdir()
+    (run / "checkpoint" / "step-10").mkdir(parents=True)
+    (run / "checkpoint" / "step-10" / ".metadata").touch()
+    step = run / "checkpoint" / "step-10"
+    fresh = ("--dump_folder", str(tmp_path / "new"))
+    key = "--checkpoint.initial_load_path"
+    for path, message in (
+        (tmp_path / "nowhere", "no .metadata in it; no checkpoint found"),
+        (empty, "no .metadata in it; no checkpoint found"),
+        (run, f"no .metadata in it; checkpoints found: {step}"),
+    ):
+        with pytest.raises(CheckpointError, match=re.escape(f"{str(path)!r}: {message}")):
+            check_inputs(load(DEBUG, *fresh, key, str(path)))
+    check_inputs(load(DEBUG, *fresh, key, str(step)))
+    with pytest.raises(CheckpointError, match=r"load_step=20: no .*checkpoints found: .*step-10"):
+        check_inputs(load(DEBUG, "--dump_folder", str(run), "--checkpoint.load_step", "20"))
+    check_inputs(load(DEBUG, "--dump_folder", str(run), "--checkpoint.load_step", "10"))
+    with pytest.raises(ConfigError, match="nothing is loaded while enable=false"):
+        check_inputs(load(DEBUG, key, str(step), "--checkpoint.no_enable"))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.cases
+def test_cfg_05_a_missing_config_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"debgu\.toml: no such config file; did you mean 'debug"):
+        load(DEBUG.with_name("debgu.toml"))
 
 
 @pytest.mark.cases
