@@ -202,15 +202,25 @@ class TextDataLoader(ParallelAwareDataloader):
         """Orders the documents, anew in every epoch."""
 
         def __post_init__(self) -> None:
-            """Check that there is at most one place to read from.
+            """Check that there is at most one place to read from, and no key that it ignores.
 
             Raises:
-                ConfigError: If there are several.
+                ConfigError: If there are several, or a key does not go with the others.
             """
             given = self._given()
             if len(given) > 1:
                 raise ConfigError(
                     f"{' and '.join(given)} are both set: keep one, set the others to ''"
+                )
+            if self.dataset_path and not self.dataset:
+                raise ConfigError(
+                    f"dataset_path={self.dataset_path!r} is where a named dataset lies, but "
+                    "dataset is not set; for files of your own set path"
+                )
+            if self.dataset and self.split == "validation":
+                raise ConfigError(
+                    f"split='validation' is for path and corpus; dataset={self.dataset!r} names "
+                    "its own, such as c4_validation"
                 )
 
         def _given(self) -> list[str]:

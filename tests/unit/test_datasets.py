@@ -423,9 +423,17 @@ def test_lone_surrogates_in_json_are_read(tmp_path: Path) -> None:
 # Configuration
 
 
-def test_several_places_to_read_are_refused() -> None:
-    with pytest.raises(ConfigError, match="path and corpus are both set: keep one"):
-        TextDataLoader.Config(path="x.txt", corpus="python_docs")
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"path": "x", "corpus": "python_docs"}, "path and corpus are both set: keep one"),
+        ({"dataset_path": "x.txt"}, r"dataset_path='x\.txt' .* for files of your own set path"),
+        ({"dataset": "c4", "split": "validation"}, r"dataset='c4' names its own, such as c4_val"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        TextDataLoader.Config(**keys)
 
 
 def test_no_place_to_read_is_refused() -> None:
