@@ -6,19 +6,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
 from torchtitan.config import ConfigManager
 
-from nvium_titan import config_registry
+from nvium_titan import config_registry, train
 from nvium_titan.config import dump_config, load_config, save_config
 from nvium_titan.config_registry import config_files
 from nvium_titan.errors import CheckpointError, ConfigError
 from nvium_titan.flavors import flavor_dims, flavor_names
 from nvium_titan.flops import count_params
-from nvium_titan.train import check_inputs
 from nvium_titan.trainer import NviumTrainer
 
 FILES = config_files()
@@ -156,13 +156,13 @@ def test_cfg_05_a_missing_checkpoint_never_becomes_random_weights(tmp_path):
         (run, f"no .metadata in it; checkpoints found: {step}"),
     ):
         with pytest.raises(CheckpointError, match=re.escape(f"{str(path)!r}: {message}")):
-            check_inputs(load(DEBUG, *fresh, key, str(path)))
-    check_inputs(load(DEBUG, *fresh, key, str(step)))
+            train.check_inputs(load(DEBUG, *fresh, key, str(path)))
+    train.check_inputs(load(DEBUG, *fresh, key, str(step)))
     with pytest.raises(CheckpointError, match=r"load_step=20: no .*checkpoints found: .*step-10"):
-        check_inputs(load(DEBUG, "--dump_folder", str(run), "--checkpoint.load_step", "20"))
-    check_inputs(load(DEBUG, "--dump_folder", str(run), "--checkpoint.load_step", "10"))
+        train.check_inputs(load(DEBUG, "--dump_folder", str(run), "--checkpoint.load_step", "20"))
+    train.check_inputs(load(DEBUG, "--dump_folder", str(run), "--checkpoint.load_step", "10"))
     with pytest.raises(ConfigError, match="nothing is loaded while enable=false"):
-        check_inputs(load(DEBUG, key, str(step), "--checkpoint.no_enable"))
+        train.check_inputs(load(DEBUG, key, str(step), "--checkpoint.no_enable"))
     assert not (tmp_path / "new").exists()
 
 
@@ -237,3 +237,47 @@ def test_torchtitans_own_optimizer_groups_and_checkpointing_kinds_are_reachable(
         load_text(tmp_path, "", "--activation_checkpoint.kind", "none").activation_checkpoint
         is None
     )
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[nvium]\nexit_layer = [1, 2]", "did you mean 'exit_layers'?"),
+        ("[training]\nexit_layers = [1, 2]", "it belongs in [nvium]"),
+        ("[training]\nsteps = 'ten'", "wrong type string; expected int"),
+        ("[nvium]\nexit_layers = [3, 3]", "exit_layers"),
+        ("[dataloader]\npath = 'no/such/text.txt'", "no/such/text.txt"),
+        ("[dataloader]\npath = ''", "no training text"),
+        ("hf_assets_path = 'no/such/tokenizer'\n[dataloader]\ncorpus = 'python_docs'", "no/such/tokenizer"),
+        ("[model]\nvocab_size = 100\n[dataloader]\ncorpus = 'python_docs'", "vocab_size"),
+    ],
+    ids=["misspelt", "misplaced", "type", "exits", "file", "nothing", "tokenizer", "vocabulary"],
+)  # fmt: skip
+def test_cfg_01_bad_input_ends_the_command_with_2_and_leaves_nothing(
+    tmp_path, monkeypatch, capsys, text, message
+):
+    monkeypatch.setenv("RANK", "0")  # so that the command leaves this process's environment alone
+    assets = "" if "hf_assets_path" in text else "hf_assets_path = 'byte'\n"
+    file = tmp_path / "bad.toml"
+    file.write_text(f"dump_folder = {str(tmp_path / 'out')!r}\n{assets}{text}")
+    assert train.main(["--config-file", str(file)]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "Traceback" not in shown
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize(("found", "shown"), [("0.2.2", "0.2.2"), (None, "none")])
+def test_cfg_04_another_torchtitan_is_named_in_one_line(monkeypatch, capsys, found, shown):
+    def version(package: str) -> str:
+        if found is None:
+            raise PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    assert train.main(["--config-file", str(DEBUG)]) == 2
+    message = capsys.readouterr().err
+    assert f"training needs torchtitan 0.3.0, found {shown}" in message
+    assert message.count("\n") == 1
