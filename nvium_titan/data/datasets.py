@@ -217,7 +217,8 @@ class TextDataLoader(ParallelAwareDataloader):
                     f"dataset_path={self.dataset_path!r} is where a named dataset lies, but "
                     "dataset is not set; for files of your own set path"
                 )
-            if self.dataset and self.split == "validation":
+            # The validator's own default is split="validation": right with such a data set.
+            if self.split == "validation" and self.dataset and "validation" not in self.dataset:
                 raise ConfigError(
                     f"split='validation' is for path and corpus; dataset={self.dataset!r} names "
                     "its own, such as c4_validation"
