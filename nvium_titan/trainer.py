@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.config import TrainingConfig
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from nvium_titan.checkpoint import NviumCheckpointManager
 from nvium_titan.config import dump_config
+from nvium_titan.data.datasets import TextDataLoader
+from nvium_titan.data.tokenizers import TextTokenizer
 from nvium_titan.errors import ConfigError, DivergenceError
 from nvium_titan.exit_plan import resolve_exit_plan
 from nvium_titan.flavors import flavor_dims, router_dim_of
@@ -169,9 +171,8 @@ class NviumTrainer(Trainer):
         dataloader: TextDataLoader.Config = field(default_factory=TextDataLoader.Config)
         validator: NviumValidator.Config = field(default_factory=NviumValidator.Config)
         metrics: NviumMetricsProcessor.Config = field(default_factory=NviumMetricsProcessor.Config)
-        # The last step keeps its optimizer state, so that a finished run can be extended.
-        checkpoint: CheckpointManager.Config = field(
-            default_factory=lambda: CheckpointManager.Config(last_save_model_only=False)
+        checkpoint: NviumCheckpointManager.Config = field(
+            default_factory=NviumCheckpointManager.Config
         )
 
         def __post_init__(self) -> None:

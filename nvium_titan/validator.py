@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torchtitan.components.validate import Validator
+
+from nvium_titan.data.datasets import TextDataLoader
 
 
 class NviumValidator(Validator):
@@ -14,7 +16,12 @@ class NviumValidator(Validator):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
-        """torchtitan's validation settings, unchanged."""
+        """torchtitan's validation settings, over our data."""
+
+        dataloader: TextDataLoader.Config = field(
+            default_factory=lambda: TextDataLoader.Config(split="validation", infinite=False)
+        )
+        """Held-out text; the keys of `[dataloader]`."""
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Run the validation set once and log it as split `val`."""

@@ -1,0 +1,25 @@
+"""The checkpoint manager: torchtitan's, with the defaults of a run that may be extended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan.components.checkpointer import CheckpointManager
+
+
+class NviumCheckpointManager(CheckpointManager):
+    """torchtitan's DCP checkpoints."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """torchtitan's settings; the last step keeps its optimizer state by default."""
+
+        last_save_model_only: bool = False
+        """Whether the final checkpoint holds the model only: smaller, but no run can go on."""
+
+        def __post_init__(self) -> None:
+            """Check the settings, without torchtitan's warning about a default that does nothing."""
+            wanted = self.initial_load_model_only
+            self.initial_load_model_only = wanted and self.initial_load_path is not None
+            CheckpointManager.Config.__post_init__(self)
+            self.initial_load_model_only = wanted

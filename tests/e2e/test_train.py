@@ -1,0 +1,220 @@
+"""Training from TOML in one process: logs, checkpoints, resume, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import tomli
+
+from nvium_titan import loss as loss_module
+from nvium_titan.bundle import read_bundle
+from nvium_titan.convert.export import export_checkpoint
+from tests.helpers.runs import rows_of, train_here, write_toml
+
+pytestmark = pytest.mark.e2e
+
+ROW_KEYS = {
+    "step", "split", "loss", "mixture_nll", "perplexity", "exit_ce", "exit_shares",
+    "expected_depth", "beta", "grad_norm", "lr", "tokens", "tokens_per_s", "limit_speedup",
+}  # fmt: skip
+
+
+def test_a_run_leaves_its_settings_metrics_and_checkpoints(tmp_path: Path) -> None:
+    toml = write_toml(
+        tmp_path, validator={"enable": True, "freq": 3, "steps": 2},
+        metrics={"enable_tensorboard": True},
+    )  # fmt: skip
+    assert train_here(toml) == 0
+    run = tmp_path / "run"
+    settings = tomli.loads((run / "config.toml").read_text())
+    assert settings["model"]["num_layers"] == 4
+    assert settings["nvium"] == {
+        "num_exits": 3, "exit_layers": [1, 3], "router_dim": 24, "adapter_dim": 32,
+    }  # fmt: skip
+    assert sorted(p.name for p in (run / "checkpoint").iterdir()) == ["step-3", "step-6"]
+    assert list((run / "tb").rglob("events.*"))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(set(line) >= ROW_KEYS for line in lines)
+    train, val = rows_of(run), rows_of(run, "val")
+    assert [row.step for row in train] == [1, 2, 3, 4, 5, 6]
+    assert [row.step for row in val] == [1, 3, 6]
+    assert train[-1].loss < train[0].loss
+    assert train[-1].tokens == 6 * 2 * 64
+    assert [row.beta for row in train] == [0, 0, 0.03, 0.03, 0.03, 0.03]
+    for row in train + val:
+        assert len(row.exit_ce) == len(row.exit_shares) == 3
+        assert sum(row.exit_shares) == pytest.approx(1, abs=1e-6)
+        assert row.perplexity == pytest.approx(math.exp(row.mixture_nll))
+        assert min(row.exit_ce) - 1e-6 <= row.mixture_nll
+        assert row.limit_speedup is not None
+        # At this width the junctions' own weights eat what the exits save.
+        assert 0.7 < row.limit_speedup < 4
+        depth = sum(s * d for s, d in zip(row.exit_shares, (0.25, 0.75, 1), strict=True))
+        assert row.expected_depth == pytest.approx(depth, rel=1e-5)
+    last = train[-1]
+    assert last.loss == pytest.approx(last.mixture_nll + 0.03 * last.expected_depth, rel=1e-5)
+
+
+def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(tmp_path: Path) -> None:
+    toml = write_toml(tmp_path)
+    assert train_here(toml) == 0
+    whole = rows_of(tmp_path / "run")
+    other = ["--dump_folder", str(tmp_path / "other")]
+    # Stopped at 3 of 6: the schedule is that of 6 steps, as for a run that was killed.
+    assert train_here(toml, *other, "--training.steps", "3", "--lr_scheduler.total_steps", "6") == 0
+    assert train_here(toml, *other, "--lr_scheduler.total_steps", "6") == 0
+    resumed = rows_of(tmp_path / "other")
+    assert [row.step for row in resumed] == [1, 2, 3, 4, 5, 6]
+    assert [row.loss for row in resumed] == [row.loss for row in whole]
+    assert [row.grad_norm for row in resumed] == [row.grad_norm for row in whole]
+    assert [row.exit_shares for row in resumed] == [row.exit_shares for row in whole]
+
+
+def test_rows_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
+    toml = write_toml(tmp_path, training={"steps": 3})
+    assert train_here(toml) == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    late = json.loads(metrics.read_text().splitlines()[-1]) | {"step": 5, "loss": 99.0}
+    with metrics.open("a") as file:
+        file.write(json.dumps(late) + "\n" + '{"step": 6, "cut off')
+    assert train_here(toml, "--training.steps", "6") == 0
+    assert [row.step for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert max(row.loss for row in rows_of(tmp_path / "run")) < 99
+
+
+@pytest.mark.cases
+def test_cfg_07_a_flag_beats_the_file_and_is_recorded(tmp_path: Path) -> None:
+    toml = write_toml(tmp_path, loss={"beta": 0.1}, training={"steps": 1})
+    flags = ["--loss.beta", "0.3", "--model.num_layers", "6", "--nvium.exit_layers", "2", "4"]
+    assert train_here(toml, *flags) == 0
+    settings = tomli.loads((tmp_path / "run" / "config.toml").read_text())
+    assert settings["loss"]["beta"] == 0.3
+    assert settings["model"]["num_layers"] == 6
+    (tmp_path / "run" / "config.toml").unlink()
+    export_checkpoint(tmp_path / "run" / "checkpoint" / "step-1", tmp_path / "bundle")
+    config = read_bundle(tmp_path / "bundle").config
+    assert (config.num_hidden_layers, config.exit_layers) == (6, (2, 4))
+
+
+@pytest.mark.cases
+def test_lrs_03_more_steps_are_announced_and_a_finished_run_has_nothing_to_do(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    toml = write_toml(tmp_path, training={"steps": 5}, checkpoint={"interval": 5})
+    assert train_here(toml) == 0
+    capfd.readouterr()
+    assert train_here(toml) == 0
+    assert "nothing to do: the checkpoint is at step 5 and [training] steps=5" in _said(capfd)
+    assert train_here(toml, "--training.steps", "10") == 0
+    said = _said(capfd)
+    assert "[training] steps changed from 5 to 10" in said
+    assert "to keep the old curve set lr_scheduler.total_steps=5" in said
+    rows = rows_of(tmp_path / "run")
+    assert [row.step for row in rows] == list(range(1, 11))
+    assert all(row.lr is not None and 0 <= row.lr <= 3e-3 for row in rows)
+
+
+def _said(capfd: pytest.CaptureFixture[str]) -> str:
+    captured = capfd.readouterr()
+    return captured.out + captured.err
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize("steps", [0, -1])
+def test_lrs_01_a_run_without_steps_is_refused(
+    steps: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    toml = write_toml(tmp_path)
+    assert train_here(toml, "--training.steps", str(steps)) == 2
+    assert f"steps={steps}" in _said(capfd)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize(
+    ("warmup", "decay", "router_warmup"),
+    [(0, None, 0.0), (5, None, 1.0), (0, 0.0, 0.5), (0, 1.0, 0.0)],
+    ids=["no-warm-up", "warm-up-only", "no-decay", "decay-only"],
+)
+def test_lrs_01_edge_ratios_give_finite_rates(
+    warmup: int, decay: float | None, router_warmup: float, tmp_path: Path
+) -> None:
+    schedule = {"warmup_steps": warmup} | ({} if decay is None else {"decay_ratio": decay})
+    toml = write_toml(
+        tmp_path, training={"steps": 5}, lr_scheduler=schedule, checkpoint={"enable": False},
+        loss={"warmup_fraction": router_warmup},
+    )  # fmt: skip
+    assert train_here(toml) == 0
+    rates = [row.lr for row in rows_of(tmp_path / "run")]
+    assert len(rates) == 5
+    assert all(rate is not None and 0 <= rate <= 3e-3 for rate in rates)
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize("beta", [0.0, 0.15, 100.0])
+def test_ext_04_router_collapse_is_logged_and_warned_of(
+    beta: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    toml = write_toml(
+        tmp_path, loss={"beta": beta, "warmup_fraction": 0.0}, training={"steps": 40},
+        checkpoint={"enable": False}, metrics={"log_freq": 10, "enable_tensorboard": True},
+    )  # fmt: skip
+    assert train_here(toml) == 0
+    rows = rows_of(tmp_path / "run")
+    assert all(math.isfinite(value) for row in rows for value in (row.loss, row.router_entropy))
+    collapsed = max(rows[-1].exit_shares) > 0.95
+    assert ("router collapse" in _said(capfd)) >= collapsed
+    if beta == 100.0:
+        assert rows[-1].exit_shares[0] > 0.95
+        assert rows[-1].expected_depth < 0.3
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml = write_toml(
+        tmp_path, training={"steps": 9}, metrics={"log_freq": 100}, checkpoint={"interval": 3}
+    )
+    chunk_loss = loss_module.MixtureLoss._chunk_loss
+    calls = []
+
+    def poisoned(self: loss_module.MixtureLoss, *args: object) -> object:
+        calls.append(None)
+        value = chunk_loss(self, *args)
+        self.sums += math.nan if len(calls) > 8 else 0.0  # 2 chunks a step: from step 5 on
+        return value * (math.nan if len(calls) > 8 else 1.0)
+
+    monkeypatch.setattr(loss_module.MixtureLoss, "_chunk_loss", poisoned)
+    assert train_here(toml) == 1
+    said = _said(capfd)
+    assert "not finite at step 5" in said
+    assert "the last good checkpoint is" in said
+    assert "step-3" in said
+    assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == ["step-3"]
+
+
+@pytest.mark.cases
+def test_tok_02_a_vocabulary_smaller_than_the_tokenizer_is_refused_at_the_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    toml = write_toml(tmp_path)
+    assert train_here(toml, "--model.vocab_size", "257") == 2
+    said = _said(capfd)
+    assert "258" in said
+    assert "257" in said
+    assert not (tmp_path / "run").exists()
+    for size in ("258", "320"):
+        flags = ["--model.vocab_size", size, "--training.steps", "1"]
+        assert train_here(toml, *flags, "--dump_folder", str(tmp_path / size)) == 0
+
+
+def test_missing_data_is_refused_before_anything_is_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    toml = write_toml(tmp_path)
+    assert train_here(toml, "--dataloader.path", str(tmp_path / "nowhere.txt")) == 2
+    assert "nowhere.txt" in _said(capfd)
+    assert not (tmp_path / "run").exists()
