@@ -1,13 +1,6 @@
 """Decoding: exact early-exit generation and scoring on torch alone; torchtitan is not needed."""
 
-from nvium_titan.decode.engine import (
-    DecodeState,
-    DecodeStats,
-    Engine,
-    GeneratedToken,
-    Generation,
-    GenerationResult,
-)
+from nvium_titan.decode.engine import Engine
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.policy import (
     ExitPolicy,
@@ -16,7 +9,16 @@ from nvium_titan.decode.policy import (
     SampledRouter,
     ScriptedExits,
 )
+from nvium_titan.decode.results import (
+    DecodeStats,
+    GeneratedToken,
+    Generation,
+    GenerationResult,
+    Scores,
+)
+from nvium_titan.decode.runner import DecodeState
 from nvium_titan.decode.sampling import Noise, SamplingParams
+from nvium_titan.decode.text import TextGeneration, TextResult
 
 __all__ = [
     "DecodeState",
@@ -32,5 +34,8 @@ __all__ = [
     "RouterGreedy",
     "SampledRouter",
     "SamplingParams",
+    "Scores",
     "ScriptedExits",
+    "TextGeneration",
+    "TextResult",
 ]

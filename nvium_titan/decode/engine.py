@@ -7,176 +7,35 @@ or approximated: keys, values and logits equal those of a full forward pass, up 
 matrix products of other shapes, so the token law is the promised one (App. B.2). A dense model is
 the case of one exit and runs through the same lines.
 
-Shapes: B sequences, T tokens, E exits, V vocabulary, D width.
+Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nvium_titan.decode.deferred import (
-    DECODE_BUCKETS,
-    PREFILL_BUCKETS,
-    FilledCounts,
-    bucket_rows,
-    chunks,
-)
-from nvium_titan.decode.kv_cache import SequenceBuffers
-from nvium_titan.decode.model import DecoderModel
+from nvium_titan.decode.choice import choose_next, law_name
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.policy import ExitPolicy, FixedExit, SampledRouter
-from nvium_titan.decode.sampling import Noise, SamplingParams, choose
+from nvium_titan.decode.results import (
+    DecodeStats,
+    GeneratedToken,
+    Generation,
+    GenerationResult,
+    Scores,
+)
+from nvium_titan.decode.runner import BlockRunner, DecodeState, Shapes
+from nvium_titan.decode.sampling import Noise, SamplingParams
+from nvium_titan.decode.score import score_positions
 from nvium_titan.errors import PromptError
 
 _PLAIN = SamplingParams()
 _ROUTED = SampledRouter()
-
-
-class GeneratedToken(NamedTuple):
-    """One new token."""
-
-    token_id: int
-    """The token."""
-    exit_index: int
-    """The exit it left at, from 0."""
-    position: int
-    """Its index in the sequence."""
-
-
-@dataclass(slots=True)
-class DecodeStats:
-    """What one generation did. Times are the engine's own; a slow consumer does not count."""
-
-    num_prompt_tokens: int = 0
-    """Tokens of this prompt."""
-    num_new_tokens: int = 0
-    """Tokens sampled."""
-    prefill_s: float = 0.0
-    """Seconds to run the prompt, and what an earlier turn left owed, through every block."""
-    ttft_s: float = 0.0
-    """Seconds to the first token: the prefill and one choice."""
-    decode_s: float = 0.0
-    """Seconds for all tokens after the first."""
-    layers_run: int = 0
-    """Layer calls after the prefill, whatever their rows."""
-    group_sizes: Counter[int] = field(default_factory=Counter)
-    """Block calls after the prefill, by their number of rows without padding."""
-    host_reads: int = 0
-    """Values that came from the device: one per router asked, one per token."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens after the first, per second; NaN if there is none."""
-        return (self.num_new_tokens - 1) / self.decode_s if self.decode_s else math.nan
-
-    @property
-    def mean_group_size(self) -> float:
-        """Rows per block call; NaN if no block ran after the prefill."""
-        calls = self.group_sizes.total()
-        return sum(n * c for n, c in self.group_sizes.items()) / calls if calls else math.nan
-
-    @property
-    def layers_per_token(self) -> float:
-        """Layer calls per token after the first (which is the prefill's); NaN if there is none."""
-        further = self.num_new_tokens - 1
-        return self.layers_run / further if further > 0 else math.nan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationResult:
-    """A finished generation, with the settings it ran under."""
-
-    token_ids: tuple[int, ...]
-    """New tokens, a stop id included."""
-    exit_indices: tuple[int, ...]
-    """The exit of each."""
-    num_exits: int
-    """Exits of the model."""
-    finish_reason: Literal["stop", "length"]
-    """Whether a stop id came, or the wanted or possible number of tokens was reached."""
-    law: str
-    """What was sampled; starts with "exact" or "approximate"."""
-    sampling: SamplingParams
-    """As given."""
-    policy: ExitPolicy
-    """As given."""
-    seed: int
-    """As given."""
-    stats: DecodeStats
-    """What it took."""
-
-    @property
-    def exit_counts(self) -> tuple[int, ...]:
-        """Tokens that left at each exit."""
-        counts = Counter(self.exit_indices)
-        return tuple(counts[index] for index in range(self.num_exits))
-
-
-@dataclass(slots=True, eq=False)
-class DecodeState:
-    """One sequence: what has been fed, what is owed, and every buffer. Never shared."""
-
-    buffers: SequenceBuffers
-    """Keys, values, boundary states."""
-    counts: FilledCounts
-    """What each block has done."""
-    max_length: int
-    """Most tokens of the sequence, sampled ones included."""
-    token_ids: list[int] = field(default_factory=list)
-    """Tokens fed so far. A token that was sampled last is not among them."""
-    stats: DecodeStats = field(default_factory=DecodeStats)
-    """Counters of the generation at hand."""
-
-    @property
-    def length(self) -> int:
-        """Tokens fed so far."""
-        return self.counts.length
-
-
-class Generation(Iterator[GeneratedToken]):
-    """Tokens as they come; `result()` runs to the end. Closing it early leaves nothing behind."""
-
-    def __init__(self, run: Generator[GeneratedToken, None, GenerationResult]) -> None:
-        """Wrap the generator that makes the tokens."""
-        self._run = run
-        self._result: GenerationResult | None = None
-
-    def __next__(self) -> GeneratedToken:
-        """Return the next token.
-
-        Raises:
-            StopIteration: After the last token.
-        """
-        try:
-            return next(self._run)
-        except StopIteration as stop:
-            self._result = self._result or stop.value
-            raise
-
-    def close(self) -> None:
-        """Stop before the end; there is no result then."""
-        self._run.close()
-
-    def result(self) -> GenerationResult:
-        """Return the result, after running what is left.
-
-        Raises:
-            RuntimeError: If the generation was closed or failed before its end.
-        """
-        for _ in self:
-            pass
-        if self._result is None:
-            raise RuntimeError("the generation was closed or failed before its end")
-        return self._result
 
 
 class Engine:
@@ -187,7 +46,7 @@ class Engine:
         params: DecoderParams,
         *,
         max_seq_len: int | None = None,
-        shapes: Literal["exact", "bucket"] = "exact",
+        shapes: Shapes = "exact",
         max_owed: int | None = None,
     ) -> None:
         """Build the tables for the longest sequence.
@@ -212,13 +71,9 @@ class Engine:
             raise PromptError(f"max_seq_len={max_seq_len}: must be at least 1")
         if max_owed is not None and max_owed < 1:
             raise PromptError(f"max_owed={max_owed}: must be at least 1")
-        self.shapes = shapes
         self.max_owed = max_owed
         self.num_exits = config.plan.num_exits
-        self._block_sizes = tuple(len(block) for block in config.plan.blocks)
-        # A padded row of the last group may lie this far past the sequence.
-        self._slack = PREFILL_BUCKETS[-1] - 1 if shapes == "bucket" else 0
-        self.model = DecoderModel(params, num_slots=self.max_seq_len + self._slack)
+        self.runner = BlockRunner(params, max_seq_len=self.max_seq_len, shapes=shapes)
 
     @classmethod
     def from_bundle(
@@ -228,7 +83,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         max_seq_len: int | None = None,
-        shapes: Literal["exact", "bucket"] = "exact",
+        shapes: Shapes = "exact",
         max_owed: int | None = None,
     ) -> Engine:
         """Return an engine for the bundle at `path`; the arguments are those of the two classes.
@@ -256,12 +111,7 @@ class Engine:
             raise PromptError(
                 f"max_length={max_length} exceeds max_seq_len={self.max_seq_len} of the engine"
             )
-        buffers = SequenceBuffers(
-            self.params, num_slots=max_length + self._slack, max_rows=PREFILL_BUCKETS[-1]
-        )
-        return DecodeState(
-            buffers=buffers, counts=FilledCounts.empty(self.num_exits), max_length=max_length
-        )
+        return self.runner.new_state(max_length)
 
     @torch.inference_mode()
     def prefill(self, state: DecodeState, token_ids: Sequence[int]) -> None:
@@ -276,15 +126,14 @@ class Engine:
         Raises:
             PromptError: If it is empty, does not fit, or holds an unknown id.
         """
-        self._feed(state, token_ids)
-        for block_index in range(self.num_exits):
-            self._fill(state, block_index, largest=PREFILL_BUCKETS[-1])
+        self._check_ids(token_ids, used=state.length, limit=state.max_length)
+        self.runner.feed(state, token_ids)
+        self.runner.prefill(state)
 
     @torch.inference_mode()
     def flush(self, state: DecodeState) -> None:
         """Run every owed position to the top, so that all keys, values and states exist."""
-        for block_index in range(self.num_exits):
-            self._fill(state, block_index, largest=DECODE_BUCKETS[-1])
+        self.runner.flush(state)
 
     @torch.inference_mode()
     def step(
@@ -295,6 +144,7 @@ class Engine:
         noise: Noise,
         sampling: SamplingParams = _PLAIN,
         policy: ExitPolicy = _ROUTED,
+        with_log_probs: bool = False,
     ) -> GeneratedToken:
         """Feed one token and choose the next; the token to feed next is the caller's business.
 
@@ -304,12 +154,16 @@ class Engine:
             noise: The request's random numbers.
             sampling: How the token is drawn.
             policy: Who decides at junctions.
+            with_log_probs: Also return the log-probabilities of exit and token.
 
         Raises:
             PromptError: If the sequence is full or the id is unknown.
         """
-        self._feed(state, (token_id,))
-        return self.choose(state, noise=noise, sampling=sampling, policy=policy)
+        self._check_ids((token_id,), used=state.length, limit=state.max_length)
+        self.runner.feed(state, (token_id,))
+        return self.choose(
+            state, noise=noise, sampling=sampling, policy=policy, with_log_probs=with_log_probs
+        )
 
     @torch.inference_mode()
     def choose(
@@ -319,18 +173,20 @@ class Engine:
         noise: Noise,
         sampling: SamplingParams = _PLAIN,
         policy: ExitPolicy = _ROUTED,
+        with_log_probs: bool = False,
     ) -> GeneratedToken:
         """Choose the token that follows the last one fed, running only the blocks that it needs.
 
-        Host reads: one per router asked, one for the token.
+        Host reads: one per router asked, one for the token; see `decode.choice`.
         """
-        position = state.length
-        exit_index, n_1D = self._walk(state, noise, policy)
-        logits_1V = self.model.logits(self.model.exit_state(exit_index, n_1D))
-        gumbel_V = noise.gumbel(position) if sampling.temperature else None
-        token_1 = choose(logits_1V[:, : self.params.num_tokens], gumbel_V, sampling)
-        state.stats.host_reads += 1
-        return GeneratedToken(int(token_1), exit_index, position)
+        return choose_next(
+            self.runner,
+            state,
+            noise=noise,
+            sampling=sampling,
+            policy=policy,
+            with_log_probs=with_log_probs,
+        )
 
     # --- whole requests -------------------------------------------------------------------------
 
@@ -344,10 +200,20 @@ class Engine:
         seed: int = 0,
         stop_ids: Sequence[int] = (),
         state: DecodeState | None = None,
+        with_log_probs: bool = False,
     ) -> Generation:
-        """Return the new tokens one by one; the prompt is checked at once.
+        """Return the new tokens one by one; the request is checked at once.
 
-        The same arguments give the same tokens, whatever ran before or runs in between.
+        The same arguments give the same tokens, whatever ran before or runs in between. What is
+        sampled, by setting (F is the temperature with the filters):
+
+            defaults                                  pi_mix exactly
+            temperature, top_k, top_p, min_p          sum_k p_k F(pi_k), exact for that law
+            the same with filter_scope="mixture"      F(pi_mix), at full depth
+            temperature=0                             argmax pi_mix, leaving once it is certain
+            policy=FixedExit(exit_index=k)            F(pi_k)
+            policy=RouterGreedy()                     F(pi_k) of the first exit with w_k > 1/2
+            policy=SampledRouter(temperature=...)     a mixture with other weights
 
         Args:
             prompt_ids: What to continue, at least one token. In a further turn on the same `state`
@@ -359,10 +225,12 @@ class Engine:
             seed: Any integer; with the position it decides every random number.
             stop_ids: Tokens that end the generation; the stop token is the last one given.
             state: A sequence to continue; a new one, just large enough, if None.
+            with_log_probs: Give every token log p_k and log pi_k, and the result log pi_mix, for
+                which the rows still owed at the end are run. Asks every router on the way.
 
         Raises:
             PromptError: If the prompt is empty, leaves no room, or holds an unknown id; if
-                `max_new_tokens` or the policy is impossible.
+                `max_new_tokens`, the policy or its combination with the sampling is impossible.
         """
         if max_new_tokens < 1:
             raise PromptError(f"max_new_tokens={max_new_tokens}: must be at least 1")
@@ -370,27 +238,40 @@ class Engine:
             raise PromptError(
                 f"exit {policy.exit_index + 1}: the model has exits 1 to {self.num_exits}"
             )
+        law = law_name(sampling, policy)
         used = state.length if state else 0
         limit = state.max_length if state else self.max_seq_len
         self._check_ids(prompt_ids, used=used, limit=limit - 1, reserve=1)
-        room = limit - used - len(prompt_ids)
-        num_new = min(max_new_tokens, room)
+        num_new = min(max_new_tokens, limit - used - len(prompt_ids))
         if state is None:
             state = self.new_state(max_length=len(prompt_ids) + num_new)
         return Generation(
-            self._generate(state, prompt_ids, num_new, sampling, policy, seed, frozenset(stop_ids))
+            self._generate(
+                state,
+                prompt_ids,
+                num_new=num_new,
+                sampling=sampling,
+                policy=policy,
+                law=law,
+                seed=seed,
+                stop_ids=frozenset(stop_ids),
+                with_log_probs=with_log_probs,
+            )
         )
 
     def _generate(
         self,
         state: DecodeState,
         prompt_ids: Sequence[int],
+        *,
         num_new: int,
         sampling: SamplingParams,
         policy: ExitPolicy,
+        law: str,
         seed: int,
         stop_ids: frozenset[int],
-    ) -> Generator[GeneratedToken, None, GenerationResult]:
+        with_log_probs: bool,
+    ) -> Generator[GeneratedToken, bool | None, GenerationResult]:
         noise = Noise(seed, vocab_size=self.params.num_tokens, device=self.params.device)
         tokens: list[GeneratedToken] = []
         start = time.perf_counter()
@@ -398,16 +279,26 @@ class Engine:
         self.prefill(state, prompt_ids)
         prefill_s = time.perf_counter() - start
         stats = state.stats = DecodeStats(num_prompt_tokens=len(prompt_ids), prefill_s=prefill_s)
-        token = self.choose(state, noise=noise, sampling=sampling, policy=policy)
+        token = self.choose(
+            state, noise=noise, sampling=sampling, policy=policy, with_log_probs=with_log_probs
+        )
         stats.ttft_s = time.perf_counter() - start
         while True:
             tokens.append(token)
             stats.num_new_tokens += 1
-            yield token
-            if token.token_id in stop_ids or len(tokens) == num_new:
+            must_stop = yield token
+            is_stopped = must_stop or token.token_id in stop_ids
+            if is_stopped or len(tokens) == num_new:
                 break
             start = time.perf_counter()
-            token = self.step(state, token.token_id, noise=noise, sampling=sampling, policy=policy)
+            token = self.step(
+                state,
+                token.token_id,
+                noise=noise,
+                sampling=sampling,
+                policy=policy,
+                with_log_probs=with_log_probs,
+            )
             if self.max_owed is not None and state.counts.num_deferred >= self.max_owed:
                 self.flush(state)
             stats.decode_s += time.perf_counter() - start
@@ -415,15 +306,58 @@ class Engine:
             token_ids=tuple(token.token_id for token in tokens),
             exit_indices=tuple(token.exit_index for token in tokens),
             num_exits=self.num_exits,
-            finish_reason="stop" if tokens[-1].token_id in stop_ids else "length",
-            law=policy.law,
+            finish_reason="stop" if is_stopped else "length",
+            law=law,
             sampling=sampling,
             policy=policy,
             seed=seed,
             stats=stats,
+            log_mix=self._late_log_mix(state, tokens) if with_log_probs else None,
         )
 
-    # --- parts ----------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def _late_log_mix(self, state: DecodeState, tokens: list[GeneratedToken]) -> tuple[float, ...]:
+        """Return log pi_mix of generated tokens, after paying the rows that are still owed."""
+        state.stats = DecodeStats()  # the flush is not part of the decoding that was measured
+        self.runner.flush(state)
+        scores = score_positions(
+            self.runner,
+            state,
+            first=tokens[0].position - 1,
+            next_ids=[token.token_id for token in tokens],
+        )
+        return tuple(scores.log_mix_R.tolist())
+
+    @torch.inference_mode()
+    def score(self, ids_BT: Tensor | Sequence[Sequence[int]]) -> Scores:
+        """Return the log-probabilities of every token but the first, in one prefill per sequence.
+
+        The softmax runs over every row of the head, padding included, as in training.
+
+        Args:
+            ids_BT: B sequences of T tokens each, T from 2 to `max_seq_len` + 1.
+
+        Returns:
+            Three tensors on the engine's device; see `Scores`.
+
+        Raises:
+            PromptError: If a sequence is too short or too long, or holds an unknown id.
+        """
+        rows = ids_BT.tolist() if isinstance(ids_BT, Tensor) else [list(row) for row in ids_BT]
+        if not rows or len({len(row) for row in rows}) != 1 or len(rows[0]) < 2:
+            raise PromptError("scoring needs at least one sequence, all of the same length >= 2")
+        state = self.new_state(max_length=min(len(rows[0]) - 1, self.max_seq_len))
+        parts = []
+        for row in rows:
+            self._check_ids(row[-1:], used=0, limit=1)
+            state.clear()
+            self.prefill(state, row[:-1])
+            parts.append(score_positions(self.runner, state, first=0, next_ids=row[1:]))
+        return Scores(
+            log_mix=torch.stack([part.log_mix_R for part in parts]),
+            log_exits=torch.stack([part.log_label_ER.T for part in parts]),
+            log_exit_probs=torch.stack([part.log_exit_ER.T for part in parts]),
+        )
 
     def _check_ids(
         self, token_ids: Sequence[int], *, used: int, limit: int, reserve: int = 0
@@ -443,55 +377,3 @@ class Engine:
                     f"token id {token_id} is unknown: the vocabulary has ids 0 to "
                     f"{self.params.num_tokens - 1}"
                 )
-
-    def _feed(self, state: DecodeState, token_ids: Sequence[int]) -> None:
-        """Append tokens: embed them; every block owes them from now on."""
-        first = state.length
-        self._check_ids(token_ids, used=first, limit=state.max_length)
-        self.model.embed(state.buffers, list(token_ids), first=first)
-        state.token_ids.extend(token_ids)
-        state.counts.length = first + len(token_ids)
-
-    def _fill(self, state: DecodeState, block_index: int, *, largest: int) -> None:
-        """Pay what is owed to one block; the count moves only after a run, so a failure owes it."""
-        counts, buffers, stats = state.counts, state.buffers, state.stats
-        for first, rows in chunks(counts.filled[block_index], counts.length, largest=largest):
-            if self.shapes == "exact":
-                self.model.run_block(
-                    block_index, buffers, first=first, rows=rows, columns=first + rows
-                )
-            else:
-                self.model.run_block(
-                    block_index,
-                    buffers,
-                    first=first,
-                    rows=bucket_rows(rows),
-                    columns=buffers.num_slots,
-                )
-            counts.filled[block_index] = first + rows
-            stats.layers_run += self._block_sizes[block_index]
-            stats.group_sizes[rows] += 1
-
-    def _walk(self, state: DecodeState, noise: Noise, policy: ExitPolicy) -> tuple[int, Tensor]:
-        """Run blocks until the policy leaves; return the exit and n_k of the last token."""
-        row, position = state.length - 1, state.length
-        for exit_index in range(self.num_exits):
-            self._fill(state, exit_index, largest=DECODE_BUCKETS[-1])
-            h_1D = state.buffers.boundary_SD[exit_index + 1].narrow(0, row, 1)
-            n_1D = self.model.exit_norm(exit_index, h_1D)
-            if exit_index == self.num_exits - 1:
-                break
-            router_logit = uniform = math.nan
-            if policy.reads_router:
-                router_logit = self._read(state, self.model.router_logit(exit_index, n_1D))
-                uniform = noise.uniform(position, exit_index)
-            if policy.leaves(
-                exit_index, position=position, router_logit=router_logit, uniform=uniform
-            ):
-                break
-        return exit_index, n_1D
-
-    def _read(self, state: DecodeState, value_1: Tensor) -> float:
-        """Bring one number to the host; the only place where a decision waits for the device."""
-        state.stats.host_reads += 1
-        return value_1.item()

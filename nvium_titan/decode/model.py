@@ -10,6 +10,8 @@ R query heads per key/value head, M = R T, H head width, P = H / 2 rotary pairs,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -74,7 +76,7 @@ class DecoderModel:
         self._head_DV = params.head_VD.t()
         self._no_mask = torch.zeros((), dtype=params.dtype, device=params.device)
 
-    def embed(self, buffers: SequenceBuffers, token_ids: list[int], *, first: int) -> None:
+    def embed(self, buffers: SequenceBuffers, token_ids: Sequence[int], *, first: int) -> None:
         """Write the embeddings of `token_ids` at positions `first`, `first` + 1, ..."""
         rows_TD = buffers.boundary_SD[0].narrow(0, first, len(token_ids))
         if len(token_ids) == 1:

@@ -60,7 +60,7 @@ def assert_state_equals(engine: Engine, state: DecodeState, tolerance: float) ->
 
 
 def logits_of_every_exit(engine: Engine, state: DecodeState) -> torch.Tensor:
-    model, hidden = engine.model, state.buffers.boundary_SD
+    model, hidden = engine.runner.model, state.buffers.boundary_SD
     with torch.inference_mode():
         rows = [
             model.logits(model.exit_state(k, model.exit_norm(k, hidden[k + 1][: state.length])))
@@ -164,8 +164,8 @@ def test_router_logits_and_the_mixture_equal_the_twin() -> None:
     with torch.inference_mode():
         z_JT = torch.stack(
             [
-                engine.model.router_logit(
-                    k, engine.model.exit_norm(k, state.buffers.boundary_SD[k + 1][:30])
+                engine.runner.model.router_logit(
+                    k, engine.runner.model.exit_norm(k, state.buffers.boundary_SD[k + 1][:30])
                 )
                 for k in range(2)
             ]

@@ -261,7 +261,7 @@ def test_dec_11_memory_stays_flat() -> None:
 
     def live_tensors() -> int:
         gc.collect()
-        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+        return sum(type(thing) is torch.Tensor for thing in gc.get_objects())
 
     leave_things_behind(engine, 0)
     before = live_tensors()

@@ -1,0 +1,233 @@
+"""Choosing the next token of a sequence, under every law; runs only the blocks that the law needs.
+
+    draw      a policy decides at each junction, pi_k of the exit it leaves at is sampled
+    certify   argmax pi_mix, leaving as soon as no deeper exit can change it
+    blend     all exits, F(pi_mix) is sampled
+
+The module owns the certificate of greedy decoding and the names of the laws. Shapes: N exits of one
+token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nvium_titan.core.mixture import at_least_float32, mixture_log_prob
+from nvium_titan.decode.policy import ExitPolicy, log_sigmoid
+from nvium_titan.decode.results import GeneratedToken
+from nvium_titan.decode.runner import BlockRunner, DecodeState
+from nvium_titan.decode.sampling import Noise, SamplingParams, choose
+from nvium_titan.errors import PromptError
+
+
+class Chosen(NamedTuple):
+    """A token, and what is known about it on the device."""
+
+    token_1: Tensor
+    exit_index: int
+    log_exit: float
+    logits_1V: Tensor
+
+
+def choose_next(
+    runner: BlockRunner,
+    state: DecodeState,
+    *,
+    noise: Noise,
+    sampling: SamplingParams,
+    policy: ExitPolicy,
+    with_log_probs: bool,
+) -> GeneratedToken:
+    """Return the token that follows the last one fed.
+
+    Host reads: one per router asked and one for the token; certified greedy adds one per
+    certificate tried, log-probabilities one.
+
+    Args:
+        runner: Runs the blocks.
+        state: The sequence, written.
+        noise: The request's random numbers.
+        sampling: How the token is drawn.
+        policy: Who decides at junctions.
+        with_log_probs: Also return log p_k and log pi_k; asks routers that the policy ignores.
+    """
+    if policy.router_temperature is not None and sampling.temperature == 0:
+        chosen = _certify(runner, state, policy.router_temperature)
+    elif policy.router_temperature is not None and _needs_mixture(sampling):
+        chosen = _blend(runner, state, noise, sampling, policy.router_temperature)
+    else:
+        chosen = _draw(runner, state, noise, sampling, policy, with_log_probs)
+    token_id = int(chosen.token_1)
+    state.stats.host_reads += 1
+    log_exit = log_prob = None
+    if with_log_probs:
+        log_exit = chosen.log_exit
+        log_prob = float(at_least_float32(chosen.logits_1V).log_softmax(-1)[0, token_id])
+        state.stats.host_reads += 1
+    return GeneratedToken(token_id, chosen.exit_index, state.length, log_exit, log_prob)
+
+
+def _needs_mixture(sampling: SamplingParams) -> bool:
+    return sampling.filter_scope == "mixture" and not sampling.is_plain
+
+
+def law_name(sampling: SamplingParams, policy: ExitPolicy) -> str:
+    """Return what is sampled, for people; starts with "exact" or "approximate".
+
+    Raises:
+        PromptError: If the mixture is to be filtered under a policy that has none.
+    """
+    has_mixture = policy.router_temperature is not None
+    if _needs_mixture(sampling) and not has_mixture:
+        raise PromptError(
+            f"filter_scope='mixture' needs the mixture, but the exit policy is "
+            f"{type(policy).__name__}; use filter_scope='exit' or the sampled router"
+        )
+    if sampling.temperature == 0:
+        return f"{policy.law}, argmax" + (" (certified)" if has_mixture else "")
+    if sampling.is_plain:
+        return policy.law
+    settings = ", ".join(
+        f"{name} {getattr(sampling, name):g}"
+        for name, off in (("temperature", 1), ("top_k", 0), ("top_p", 1), ("min_p", 0))
+        if getattr(sampling, name) != off
+    )
+    of_what = "of the mixture" if _needs_mixture(sampling) else "of each exit"
+    return f"{policy.law}, {settings} {of_what}"
+
+
+def _draw(
+    runner: BlockRunner,
+    state: DecodeState,
+    noise: Noise,
+    sampling: SamplingParams,
+    policy: ExitPolicy,
+    with_log_probs: bool,
+) -> Chosen:
+    """Leave where the policy says, sample that exit.
+
+    N-vium (arXiv:2605.13190), Sec. 4.2 and App. B.2: with the routers' own draws this samples
+    pi_mix, whatever the exit.
+    """
+    position, last = state.length, runner.num_exits - 1
+    asks_router = policy.reads_router or with_log_probs
+    log_arrive = log_exit = 0.0
+    for exit_index in range(runner.num_exits):
+        runner.fill(state, exit_index)
+        n_1D = runner.exit_input(state, exit_index)
+        log_exit = log_arrive
+        if exit_index == last:
+            break
+        router_logit = uniform = math.nan
+        if asks_router:
+            router_logit = runner.read_router(state, exit_index, n_1D)
+            uniform = noise.uniform(position, exit_index)
+            log_exit = log_arrive + log_sigmoid(router_logit)
+            log_arrive += log_sigmoid(-router_logit)
+        if policy.leaves(exit_index, position=position, router_logit=router_logit, uniform=uniform):
+            break
+    logits_1V = _head(runner, state, [(exit_index, n_1D)])
+    gumbel_V = noise.gumbel(position) if sampling.temperature else None
+    token_1 = choose(logits_1V[:, : runner.params.num_tokens], gumbel_V, sampling)
+    return Chosen(token_1, exit_index, log_exit, logits_1V)
+
+
+def is_decided(partial_V: Tensor, rest: Tensor | float, *, margin: float) -> Tensor:
+    """Return whether the argmax of a partly summed mixture is certain.
+
+    With S_k = sum_{j<=k} p_j pi_j and rest r_k = prod_{j<=k} (1 - w_j), deeper exits add at most
+    r_k to any token, so top1(S_k) - top2(S_k) > r_k settles the argmax of pi_mix. It cannot hold
+    while r_k >= 1/2, since S_k sums to 1 - r_k.
+
+    Args:
+        partial_V: S_k, shape (*, V), V at least 2.
+        rest: r_k, shape (*).
+        margin: Added to r_k for the rounding of S_k.
+
+    Returns:
+        Shape (*), bool.
+    """
+    top_2 = partial_V.topk(2, dim=-1).values
+    return top_2[..., 0] - top_2[..., 1] > rest + margin
+
+
+def _certify(runner: BlockRunner, state: DecodeState, router_temperature: float) -> Chosen:
+    """Take argmax pi_mix as soon as it is certain.
+
+    No head is evaluated while r_k >= 1/2; then all exits so far go through it in one call, and each
+    further exit as it comes. The margin is 8 units in the last place of the dtype: the logits of
+    one exit may round differently beside other rows.
+    """
+    num_tokens, last = runner.params.num_tokens, runner.num_exits - 1
+    margin = 8 * torch.finfo(runner.params.dtype).eps
+    log_arrive = log_arrive_own = log_exit = 0.0
+    waiting: list[tuple[int, Tensor]] = []
+    weights: list[float] = []
+    partial_V = torch.zeros(num_tokens, dtype=torch.float64, device=runner.params.device)
+    for exit_index in range(runner.num_exits):
+        runner.fill(state, exit_index)
+        n_1D = runner.exit_input(state, exit_index)
+        waiting.append((exit_index, n_1D))
+        if exit_index == last:
+            weights.append(math.exp(log_arrive))
+            log_exit, rest = log_arrive_own, 0.0
+        else:
+            own_logit = runner.read_router(state, exit_index, n_1D)
+            log_exit = log_arrive_own + log_sigmoid(own_logit)
+            log_arrive_own += log_sigmoid(-own_logit)
+            router_logit = own_logit / router_temperature
+            weights.append(math.exp(log_arrive + log_sigmoid(router_logit)))
+            log_arrive += log_sigmoid(-router_logit)
+            rest = math.exp(log_arrive)
+            if rest >= 0.5:
+                continue
+        logits_NV = _head(runner, state, waiting)
+        probs_NV = logits_NV.double().softmax(-1)[:, :num_tokens]
+        partial_V += torch.tensor(weights, dtype=torch.float64, device=probs_NV.device) @ probs_NV
+        waiting, weights = [], []
+        if exit_index == last:
+            break
+        state.stats.host_reads += 1
+        if bool(is_decided(partial_V, rest, margin=margin)):
+            break
+    return Chosen(partial_V.argmax().reshape(1), exit_index, log_exit, logits_NV[-1:])
+
+
+def _blend(
+    runner: BlockRunner,
+    state: DecodeState,
+    noise: Noise,
+    sampling: SamplingParams,
+    router_temperature: float,
+) -> Chosen:
+    """Sample F(pi_mix): every block, every router, one head call with a row per exit."""
+    log_arrive = log_arrive_own = 0.0
+    log_exits, rows = [], []
+    for exit_index in range(runner.num_exits):
+        runner.fill(state, exit_index)
+        n_1D = runner.exit_input(state, exit_index)
+        rows.append((exit_index, n_1D))
+        if exit_index == runner.num_exits - 1:
+            log_exits.append(log_arrive)
+            break
+        own_logit = runner.read_router(state, exit_index, n_1D)
+        log_arrive_own += log_sigmoid(-own_logit)
+        log_exits.append(log_arrive + log_sigmoid(own_logit / router_temperature))
+        log_arrive += log_sigmoid(-own_logit / router_temperature)
+    logits_NV = _head(runner, state, rows)
+    log_exit_N1 = torch.tensor(log_exits, dtype=torch.float64, device=logits_NV.device)[:, None]
+    log_mix_V = mixture_log_prob(log_exit_N1, logits_NV.double().log_softmax(-1))
+    gumbel_V = noise.gumbel(state.length)
+    token = choose(log_mix_V[: runner.params.num_tokens], gumbel_V, sampling)
+    return Chosen(token.reshape(1), exit_index, log_arrive_own, logits_NV[-1:])
+
+
+def _head(runner: BlockRunner, state: DecodeState, rows: list[tuple[int, Tensor]]) -> Tensor:
+    """Return the logits of some exits, given their n_k, from one call of the head, shape (N, V)."""
+    state.stats.head_rows += len(rows)
+    states = [runner.model.exit_state(exit_index, n_1D) for exit_index, n_1D in rows]
+    return runner.model.logits(states[0] if len(states) == 1 else torch.cat(states))
