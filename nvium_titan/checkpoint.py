@@ -14,11 +14,14 @@ class NviumCheckpointManager(CheckpointManager):
     class Config(CheckpointManager.Config):
         """torchtitan's settings; the last step keeps its optimizer state by default."""
 
+        initial_load_model_only: bool = True
+        """Whether an initial checkpoint restores only the model's weights."""
+
         last_save_model_only: bool = False
         """Whether the final checkpoint holds the model only: smaller, but no run can go on."""
 
         def __post_init__(self) -> None:
-            """Check the settings, without torchtitan's warning about a default that does nothing."""
+            """Check the settings, without a warning about a default that does nothing."""
             wanted = self.initial_load_model_only
             self.initial_load_model_only = wanted and self.initial_load_path is not None
             CheckpointManager.Config.__post_init__(self)

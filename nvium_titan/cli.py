@@ -22,7 +22,7 @@ from nvium_titan import __version__
 from nvium_titan.errors import NviumError, PromptError
 
 if TYPE_CHECKING:
-    from nvium_titan.decode.engine import GenerationResult
+    from nvium_titan.decode import GenerationResult
 
 
 _STATS = (
@@ -133,9 +133,13 @@ class Generate:
         import torch
 
         from nvium_titan.bundle import read_bundle
-        from nvium_titan.decode.engine import Engine
-        from nvium_titan.decode.policy import FixedExit, SampledRouter
-        from nvium_titan.decode.sampling import SamplingParams
+        from nvium_titan.decode import (
+            Engine,
+            FixedExit,
+            SampledRouter,
+            SamplingParams,
+            TextGeneration,
+        )
 
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise PromptError(f"--device {self.device}: torch sees no CUDA GPU here; use cpu")
@@ -147,7 +151,7 @@ class Generate:
         prompt_ids = tokenizer.encode(prompt, add_bos=True)
         if not prompt_ids:
             raise PromptError("--prompt is empty, and this tokenizer has no token to start from")
-        generation = engine.generate(
+        tokens = engine.generate(
             prompt_ids,
             max_new_tokens=self.max_new_tokens,
             sampling=SamplingParams(
@@ -160,20 +164,17 @@ class Generate:
             seed=self.seed,
             stop_ids=[] if tokenizer.eos_id is None else [tokenizer.eos_id],
         )
-        text = tokenizer.stream(prompt_ids)
-        writes = self.stream and not self.json
-        pieces = []
-        for token in generation:
-            pieces.append(text.push(token.token_id))
-            if writes:
-                print(pieces[-1], end="", flush=True)
-        pieces.append(text.finish())
-        report = _report(generation.result())
+        generation = TextGeneration(tokens, tokenizer.stream(prompt_ids))
+        streams = self.stream and not self.json
+        for piece in generation:
+            if streams:
+                print(piece, end="", flush=True)
+        text, _, result = generation.result()
+        report = _report(result)
         if self.json:
-            shown = {"prompt": prompt, "text": "".join(pieces), **report}
-            print(json.dumps(shown, ensure_ascii=False))
+            print(json.dumps({"prompt": prompt, "text": text, **report}, ensure_ascii=False))
         else:
-            print(pieces[-1] if writes else "".join(pieces))
+            print("" if streams else text)
         if self.stats:
             for name in _STATS:
                 print(f"{name:18}{_shown(report[name])}", file=sys.stderr)

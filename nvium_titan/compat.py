@@ -106,13 +106,14 @@ def use_cpu_without_accelerator() -> None:
                 "launch with python -m nvium_titan.train, which trains on the CPU too"
             )
         return
-    saved = torch._utils._get_available_device_type, torch._utils._get_device_module
-    torch._utils._get_available_device_type = lambda: "cpu"
-    torch._utils._get_device_module = lambda kind: _CpuModule() if kind == "cpu" else saved[1](kind)
+    utils: Any = torch._utils
+    available, module_of = utils._get_available_device_type, utils._get_device_module
+    utils._get_available_device_type = lambda: "cpu"
+    utils._get_device_module = lambda kind: _CpuModule() if kind == "cpu" else module_of(kind)
     try:
         import torchtitan.tools.utils  # noqa: F401
     finally:
-        torch._utils._get_available_device_type, torch._utils._get_device_module = saved
+        utils._get_available_device_type, utils._get_device_module = available, module_of
 
 
 def sum_gradients_without_premul(model: nn.Module) -> None:

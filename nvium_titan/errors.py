@@ -72,7 +72,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
         valid: Every name that would have been accepted.
 
     Returns:
-        Text to append to an error message, such as ``"; did you mean 'beta'? (valid: alpha, beta)"``.
+        Text to append to a message, such as ``"; did you mean 'beta'? (valid: alpha, beta)"``.
     """
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)

@@ -25,7 +25,7 @@ class ExitPlan:
     """Transformer layers L, at least 1."""
 
     exit_layers: tuple[int, ...]
-    """Layers run before each early exit: increasing, each in [1, num_layers - 1]; N_V - 1 of them."""
+    """Layers run before each early exit: N_V - 1, increasing, each in [1, num_layers - 1]."""
 
     def __post_init__(self) -> None:
         """Check the positions.
@@ -108,7 +108,7 @@ def resolve_exit_plan(
     plan = ExitPlan(num_layers=num_layers, exit_layers=tuple(exit_layers))
     if plan.num_exits != num_exits:
         raise ConfigError(
-            f"exit_layers={list(exit_layers)} makes {plan.num_exits} exits (the final one included) "
+            f"exit_layers={list(exit_layers)} makes {plan.num_exits} exits with the final one, "
             f"but num_exits={num_exits}; fix [nvium]"
         )
     return plan

@@ -2,8 +2,8 @@
 
 N-vium (arXiv:2605.13190), App. A: backbone shapes follow Pythia's widths and depths, routers are
 0.66 d wide, rounded up to a multiple of 8 (which gives the published configurations, but for 688 at
-width 1024), adapters d wide. `dense-NAME` is the parameter-matched baseline of `NAME`: the same depth, one exit, no
-adapter, an MLP wide enough to carry the parameters.
+width 1024), adapters d wide. `dense-768x24` is the parameter-matched baseline of
+`quadrivium-768x24`: the same depth, one exit, no adapter, an MLP wide enough for the parameters.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class ModelDims:
     router_dim: int
     """Width m_r of the routers' bottleneck (paper: about 0.66 d)."""
     adapter_dim: int
-    """Width d_a of the adapters (paper: d); 0 = no adapters, only with one exit: the dense model."""
+    """Width d_a of the adapters (paper: d); 0, no adapter, only with one exit: the dense model."""
 
     def __post_init__(self) -> None:
         """Check the numbers against each other.

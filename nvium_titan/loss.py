@@ -162,10 +162,7 @@ class MixtureLoss(BaseLoss):
                     loss = loss / global_valid_tokens.clamp(min=1)
                 total = total + loss.detach()
                 if grad_EBTD is not None and grad_JBT is not None:
-                    loss.backward()
-                    grad_EBTD[:, :, chunk] = o_EBCD.grad
-                    if z_JBC.grad is not None:
-                        grad_JBT[:, :, chunk] = z_JBC.grad
+                    grad_EBTD[:, :, chunk], grad_JBT[:, :, chunk] = _backward(loss, o_EBCD, z_JBC)
         if grad_EBTD is None:
             return total, {}
         with spmd.no_typecheck():
@@ -206,6 +203,14 @@ class MixtureLoss(BaseLoss):
         return F.cross_entropy(
             logits, labels_NC.flatten(), reduction="none", ignore_index=IGNORE_INDEX
         )
+
+
+def _backward(loss: Tensor, o_EBCD: Tensor, z_JBC: Tensor) -> tuple[Tensor, Tensor]:
+    """Add the head's gradient to its parameters; return those of the exit states and routers."""
+    torch.autograd.backward(loss)
+    assert o_EBCD.grad is not None, "every exit state goes through the head"
+    assert z_JBC.grad is not None, "every router weighs an exit"
+    return o_EBCD.grad, z_JBC.grad
 
 
 @contextmanager

@@ -189,7 +189,8 @@ class NviumTrainer(Trainer):
                 )
             if isinstance(self.lr_scheduler, LRSchedule.Config):
                 self.lr_scheduler.resolve(self.training.steps)
-            self.model_spec = model_spec(dims, flavor=self.model.flavor)
+            # The slot is torchtitan's, whose classes are untyped.
+            self.model_spec = model_spec(dims, flavor=self.model.flavor)  # type: ignore[misc]
             Trainer.Config.__post_init__(self)
 
         def resolved(self) -> NviumTrainer.Config:
@@ -258,15 +259,16 @@ class NviumTrainer(Trainer):
         Raises:
             DivergenceError: If the loss or, before a save, a parameter is not finite. It is read
                 only where the host waits anyway: at logged and at saved steps.
+            RuntimeError: Whatever else torchtitan's step meets.
         """
         self.loss_fn.start_step(self.step, num_steps=self._schedule_steps())
         try:
             super().train_step(data_iterator)
         except RuntimeError as error:
+            if "Loss is not finite" not in str(error):
+                raise
             self._record_finite()
-            if "Loss is not finite" in str(error):
-                raise self._divergence() from error
-            raise
+            raise self._divergence() from error
         self._record_finite()
         is_last = self.step == self.config.training.steps
         saves = self.checkpointer.enable and self.checkpointer._should_save(self.step, is_last)
@@ -284,8 +286,8 @@ class NviumTrainer(Trainer):
     def _check_finite(self, *, parameters: bool) -> None:
         bad = (self._first_bad_step != 0).to(torch.float32)
         if parameters:
-            local = [
-                p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+            local: list[Tensor] = [
+                p.to_local() if isinstance(p, DTensor) else p
                 for part in self.model_parts
                 for p in part.parameters()
             ]

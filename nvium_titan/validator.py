@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,13 @@ class NviumValidator(Validator):
             default_factory=lambda: TextDataLoader.Config(split="validation", infinite=False)
         )
         """Held-out text; the keys of `[dataloader]`."""
+
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        # One pass at most: local text ends on all ranks at once, so a set smaller than `steps` is
+        # not counted twice. Streams from the hub may end apart, and start over as in torchtitan.
+        is_stream = bool(config.dataloader.dataset)
+        self.dl_config = replace(config.dataloader, infinite=is_stream and config.steps != -1)
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Run the validation set once and log it as split `val`."""

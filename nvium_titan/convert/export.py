@@ -16,11 +16,11 @@ from typing import Any
 
 import tomli
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from nvium_titan.bundle import BundleConfig, write_bundle
 from nvium_titan.bundle_config import DTYPES
@@ -119,11 +119,10 @@ def read_step_folder(path: Path | str) -> StepFolder:
             f"{folder}: no '{SETTINGS_KEY}' in it and no {saved}: not a checkpoint of nvium_titan"
         )
     settings = tomli.loads(text)
-    numbers = {**settings["model"], **settings["nvium"]}
+    numbers: dict[str, Any] = {**settings["model"], **settings["nvium"]}
+    numbers["exit_layers"] = tuple(numbers["exit_layers"])
     known = {field.name for field in fields(ModelDims)}
-    dims = ModelDims(
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in numbers.items() if k in known}
-    )
+    dims = ModelDims(**{key: value for key, value in numbers.items() if key in known})
     return StepFolder(path=folder, settings=settings, settings_text=text, dims=dims)
 
 
@@ -167,7 +166,7 @@ def _load(entries: dict[str, Any], folder: Path) -> None:
         with warnings.catch_warnings():
             # It only says that one process reads, which is what is wanted here.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(entries, checkpoint_id=folder, no_dist=True)
+            load(entries, checkpoint_id=folder, no_dist=True)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         causes = getattr(error, "failures", {0: (error, None)})
         cause = next(iter(causes.values()))[0]

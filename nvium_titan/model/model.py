@@ -25,7 +25,7 @@ from nvium_titan.model.sharding import set_nvium_sharding
 
 
 class PortableAttention(FlexAttention):
-    """FlexAttention on accelerators; on the CPU, where it has no backward, SDPA with a dense mask."""
+    """FlexAttention on accelerators; SDPA with a dense mask on the CPU, where flex cannot train."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -54,7 +54,9 @@ class PortableAttention(FlexAttention):
                 **kwargs,
             )
         out_BNLH = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH)),
+            q_BLNH.transpose(1, 2),
+            k_BLNH.transpose(1, 2),
+            v_BLNH.transpose(1, 2),
             attn_mask=attention_masks,
             scale=scale,
             enable_gqa=enable_gqa,
