@@ -81,11 +81,13 @@ class AdamW(OptimizersContainer):
         super().__init__(replace(config, param_groups=groups), model_parts=model_parts)
 
 
-OptimizerConfig = (
+OptimizerConfig = Annotated[
     Annotated[AdamW.Config, tyro.conf.subcommand("adamw")]
-    | Annotated[OptimizersContainer.Config, tyro.conf.subcommand("param-groups")]
-)
-"""The type of the trainer's ``optimizer`` field; the names are its ``kind`` in TOML."""
+    | Annotated[OptimizersContainer.Config, tyro.conf.subcommand("param-groups")],
+    tyro.conf.AvoidSubcommands,
+]
+"""The type of the trainer's ``optimizer`` field; the names are its ``kind`` in TOML. torchtitan's
+own command line takes ``--optimizer.lr`` without naming the kind first."""
 
 
 class LRSchedule(LRSchedulersContainer):

@@ -42,7 +42,7 @@ def settable(cls: type) -> dict[str, Any]:
     """Return the type of each key of a config class, without ``Annotated`` and hidden fields."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
-        field.name: hints[field.name] if kinds_of(hints[field.name]) else _strip(hints[field.name])
+        field.name: _strip(hints[field.name])
         for field in dataclasses.fields(cls)
         if field.init and tyro.conf.Suppress not in getattr(hints[field.name], "__metadata__", ())
     }
@@ -50,6 +50,7 @@ def settable(cls: type) -> dict[str, Any]:
 
 def kinds_of(hint: Any) -> dict[str, type | None]:
     """Return the classes a union field may hold, by the name its annotation gives each."""
+    hint = _strip(hint)
     if typing.get_origin(hint) not in (typing.Union, types.UnionType):
         return {}
     kinds: dict[str, type | None] = {}

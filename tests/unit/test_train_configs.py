@@ -99,9 +99,9 @@ def test_the_files_have_the_papers_numbers(shared_dir):
 
 
 def test_torchtitan_finds_the_files_by_name():
-    words = ["--module", "nvium_titan", "--config", "debug", "--loss.beta", "0.3"]
-    config = ConfigManager().parse_args(words)
-    assert settings(config) == settings(load(DEBUG, "--loss.beta", "0.3"))
+    flags = ["--loss.beta", "0.3", "--optimizer.lr", "0.5", "--model.num_layers", "9"]
+    config = ConfigManager().parse_args(["--module", "nvium_titan", "--config", "debug", *flags])
+    assert settings(config) == settings(load(DEBUG, *flags))
     with pytest.raises(ValueError, match=r"'debgu' not found .*'debug', 'demo', 'demo_dense'"):
         ConfigManager().parse_args(["--module", "nvium_titan", "--config", "debgu"])
     assert "debug" in dir(config_registry)
