@@ -61,7 +61,7 @@ class Scratch:
             shape = (groups, per_group * rows, head)
             self.queries_GMH = self.queries_GRTH.reshape(shape)
             self.attended_GMH = self.attended_GRTH.view(shape)
-        if params.dtype in (torch.float32, torch.float64):
+        if not params.is_low_precision:
             pairs = self.rotated_TNH.view(rows, -1, head // 2, 2)
             self.rotated_complex_TNP = torch.view_as_complex(pairs)
 

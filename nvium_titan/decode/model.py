@@ -61,8 +61,7 @@ class DecoderModel:
             tuple(params.layers[index] for index in block) for block in config.plan.blocks
         )
         self.eps = config.rms_norm_eps
-        self._scale = config.head_dim**-0.5
-        self._is_low_precision = params.dtype not in (torch.float32, torch.float64)
+        self._scale = config.head_dim**-0.5 if params.is_low_precision else 1.0
         exponent_P = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
         angle_SP = torch.outer(
             torch.arange(num_slots, dtype=torch.float64), config.rope_theta**-exponent_P
@@ -74,7 +73,6 @@ class DecoderModel:
             .unsqueeze(1)
         )
         self._head_DV = params.head_VD.t()
-        self._no_mask = torch.zeros((), dtype=params.dtype, device=params.device)
 
     def embed(self, buffers: SequenceBuffers, token_ids: Sequence[int], *, first: int) -> None:
         """Write the embeddings of `token_ids` at positions `first`, `first` + 1, ..."""
@@ -117,7 +115,7 @@ class DecoderModel:
             torch.neg(x_TD, out=work.mirror_TD)
             normed_TD = _half_layer_norm(work.pair_T2D, layer.attn_norm_2D, self.eps)
             torch.mm(normed_TD, layer.qkv_DW, out=work.qkv_TW)
-            if self._is_low_precision:
+            if self.params.is_low_precision:
                 _rotate_in_float32(work.rotated_TNH, rope_T1P)
             else:
                 work.rotated_complex_TNP.mul_(rope_T1P)
@@ -143,29 +141,30 @@ class DecoderModel:
         mask_TC: Tensor | None,
         rows: int,
     ) -> None:
-        """Write softmax(q k / sqrt(H) + mask) v into `work.attended_TQ`.
+        """Write softmax(q k + mask) v into `work.attended_TQ`; `LayerParams.qkv_DW` has the scale.
 
         Few rows in full precision take two batched products, which beat the fused kernel's start-up
         on the CPU; the fused kernel saves the memory of long runs and keeps float32 scores in bf16.
         """
         groups, per_group = work.queries_GRTH.shape[:2]
-        if rows > DECODE_BUCKETS[-1] or self._is_low_precision:
+        if rows > DECODE_BUCKETS[-1] or self.params.is_low_precision:
             queries_1NTH = work.queries_GRTH.flatten(0, 1).unsqueeze(0)
             attended_1NTH = F.scaled_dot_product_attention(
                 queries_1NTH,
                 keys_GHC.transpose(1, 2).unsqueeze(0),
                 values_GCH.unsqueeze(0),
                 attn_mask=mask_TC,
+                scale=self._scale,
                 enable_gqa=per_group > 1,
             )
             work.attended_GRTH.copy_(attended_1NTH.view(groups, per_group, rows, -1))
             return
-        if mask_TC is None:
-            bias, beta = self._no_mask, 0
-        else:
-            bias, beta = mask_TC if per_group == 1 else mask_TC.repeat(per_group, 1), 1
         queries_GMH = work.queries_GMH if work.is_flat else work.queries_GRTH.flatten(1, 2)
-        scores_GMC = torch.baddbmm(bias, queries_GMH, keys_GHC, beta=beta, alpha=self._scale)
+        if mask_TC is None:
+            scores_GMC = torch.bmm(queries_GMH, keys_GHC)
+        else:
+            mask_MC = mask_TC if per_group == 1 else mask_TC.repeat(per_group, 1)
+            scores_GMC = torch.baddbmm(mask_MC, queries_GMH, keys_GHC)
         weights_GMC = torch.softmax(scores_GMC, dim=-1)
         if work.is_flat:
             torch.bmm(weights_GMC, values_GCH, out=work.attended_GMH)

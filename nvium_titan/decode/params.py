@@ -32,7 +32,8 @@ class LayerParams:
     attn_norm_2D: Tensor
     """Gain before attention."""
     qkv_DW: Tensor
-    """Query, key, value projections side by side, W = Q + 2K; RoPE pairs are adjacent."""
+    """Query, key, value projections side by side, W = Q + 2K; RoPE pairs are adjacent. The queries
+    carry the 1 / sqrt(head_dim) of attention, unless `is_low_precision`: there it would round."""
     attn_out_QD: Tensor
     """Output projection of attention."""
     mlp_norm_2D: Tensor
@@ -98,6 +99,11 @@ class DecoderParams:
     def dtype(self) -> torch.dtype:
         """Type of the weights and of the residual stream."""
         return self.embedding_VD.dtype
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Whether norms, RoPE and attention scores need more precision than the weights have."""
+        return self.dtype not in (torch.float32, torch.float64)
 
     @property
     def device(self) -> torch.device:
@@ -229,6 +235,8 @@ def _pack_layer(config: BundleConfig, tensors: Mapping[str, Tensor], prefix: str
         return tensors[f"{prefix}.{name}.weight"]
 
     q = _interleaved(weight("self_attn.q_proj"), head_dim=config.head_dim)
+    if q.dtype in (torch.float32, torch.float64):
+        q = q * config.head_dim**-0.5
     k = _interleaved(weight("self_attn.k_proj"), head_dim=config.head_dim)
     return LayerParams(
         attn_norm_2D=weight("input_layernorm").repeat(2),
