@@ -218,3 +218,57 @@ def test_missing_data_is_refused_before_anything_is_written(
     assert train_here(toml, "--dataloader.path", str(tmp_path / "nowhere.txt")) == 2
     assert "nowhere.txt" in _said(capfd)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_phases_change_without_recompiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from torch._dynamo.utils import counters
+
+    from nvium_titan.trainer import NviumTrainer
+
+    graphs = []
+    train_step = NviumTrainer.train_step
+
+    def counted(self: NviumTrainer, data: object) -> None:
+        train_step(self, data)
+        graphs.append(counters["stats"]["unique_graphs"])
+
+    monkeypatch.setattr(NviumTrainer, "train_step", counted)
+    torch._dynamo.reset()
+    counters.clear()
+    toml = write_toml(
+        tmp_path, compile={"enable": True, "backend": "aot_eager"}, checkpoint={"enable": False},
+        loss={"warmup_fraction": 0.5},
+    )  # fmt: skip
+    assert train_here(toml) == 0
+    torch._dynamo.reset()
+    assert [row.beta for row in rows_of(tmp_path / "run")] == [0, 0, 0, 0.03, 0.03, 0.03]
+    assert graphs[0] > 0, "compile was off"
+    assert graphs == [graphs[0]] * 6
+
+
+@pytest.mark.cases
+def test_dat_07_the_end_of_a_document_is_learnt_and_stops_generation(tmp_path: Path) -> None:
+    from nvium_titan.decode import Engine
+
+    data = tmp_path / "ab.jsonl"
+    data.write_text('{"text": "ab"}\n' * 50)
+    toml = write_toml(
+        tmp_path, training={"steps": 120, "seq_len": 32, "local_batch_size": 4},
+        dataloader={"path": str(data)}, metrics={"log_freq": 40}, checkpoint={"interval": 120},
+        optimizer={"lr": 1e-2},
+    )  # fmt: skip
+    assert train_here(toml) == 0
+    export_checkpoint(tmp_path / "run", tmp_path / "bundle")
+    tokenizer = read_bundle(tmp_path / "bundle").load_tokenizer()
+    engine = Engine.from_bundle(tmp_path / "bundle")
+    ends = []
+    for seed in range(10):
+        result = engine.generate(
+            tokenizer.encode("a", add_bos=True), max_new_tokens=20, seed=seed,
+            stop_ids=[tokenizer.eos_id],
+        ).result()  # fmt: skip
+        ends.append((result.finish_reason, tokenizer.decode(result.token_ids)))
+    assert ends.count(("stop", "b")) >= 8
