@@ -37,9 +37,7 @@ def exit_log_probs(router_logit_J: Tensor) -> Tensor:
     """
     z_J = at_least_float32(router_logit_J)
     log_leave_E = torch.cat([F.logsigmoid(z_J), z_J.new_zeros((1, *z_J.shape[1:]))])
-    log_arrive_E = torch.cat(
-        [z_J.new_zeros((1, *z_J.shape[1:])), F.logsigmoid(-z_J).cumsum(dim=0)]
-    )
+    log_arrive_E = torch.cat([z_J.new_zeros((1, *z_J.shape[1:])), F.logsigmoid(-z_J).cumsum(dim=0)])
     return log_arrive_E + log_leave_E
 
 

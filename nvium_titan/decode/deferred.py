@@ -9,7 +9,6 @@ bookkeeping). The module owns the terms deferred token, piggyback group and buck
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32)
@@ -38,20 +37,6 @@ class FilledCounts:
     def num_deferred(self) -> int:
         """Positions that some block still owes; the length of the longest owed run."""
         return self.length - self.filled[-1]
-
-
-def chunks(first: int, end: int, *, largest: int) -> Iterator[tuple[int, int]]:
-    """Yield (first position, rows) of the groups that pay the run [first, end) in order.
-
-    Args:
-        first: First owed position.
-        end: One past the last owed position.
-        largest: Most rows of one group, at least 1.
-    """
-    while first < end:
-        rows = min(end - first, largest)
-        yield first, rows
-        first += rows
 
 
 def bucket_rows(rows: int, buckets: tuple[int, ...] = PREFILL_BUCKETS) -> int:

@@ -161,8 +161,13 @@ class Engine:
         """
         self._check_ids((token_id,), used=state.length, limit=state.max_length)
         self.runner.feed(state, (token_id,))
-        return self.choose(
-            state, noise=noise, sampling=sampling, policy=policy, with_log_probs=with_log_probs
+        return choose_next(
+            self.runner,
+            state,
+            noise=noise,
+            sampling=sampling,
+            policy=policy,
+            with_log_probs=with_log_probs,
         )
 
     @torch.inference_mode()

@@ -38,7 +38,7 @@ class Scratch:
             for start, end in pairwise(accumulate(sizes, initial=0))
         )
         self.pair_T2D = pair
-        """The residual stream beside its negative; see `decode.model.rms_norm`."""
+        """The residual stream beside its negative; see `decode.model`."""
         self.x_TD = pair[:, :width]
         self.mirror_TD = pair[:, width:]
         self.qkv_TW = qkv

@@ -2,7 +2,11 @@
 
 The model holds weights and constant tables only; every tensor that a sequence writes lives in its
 `SequenceBuffers`. At small sizes the Python and dispatch time of each operation decides the speed,
-so a layer is few operations, all into preallocated work space.
+so a layer is few operations, nearly all into preallocated work space.
+
+RMSNorm(x) is computed as the first half of LayerNorm([x, -x]), whose mean is zero and whose
+variance is mean(x^2): one fused kernel with float32 moments on every device, where a composed
+RMSNorm on the CPU is six operations. "2D" in a shape is such a pair.
 
 Shapes: T rows of the group, C columns (slots) attended, D width, F MLP width, G key/value heads,
 R query heads per key/value head, M = R T, H head width, P = H / 2 rotary pairs, V vocabulary.
@@ -10,6 +14,7 @@ R query heads per key/value head, M = R T, H head width, P = H / 2 rotary pairs,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,29 +25,6 @@ from nvium_titan.core.mixture import at_least_float32
 from nvium_titan.decode.deferred import DECODE_BUCKETS
 from nvium_titan.decode.kv_cache import Scratch, SequenceBuffers
 from nvium_titan.decode.params import DecoderParams, LayerParams
-
-
-def rms_norm(x_TD: Tensor, gain_2D: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm(x), with moments in at least float32.
-
-    It is the first half of LayerNorm([x, -x]), whose mean is zero and whose variance is mean(x^2).
-    That is one fused kernel on every device; composed RMSNorm on the CPU is six.
-
-    Args:
-        x_TD: Rows to normalise.
-        gain_2D: The gain, twice in a row.
-        eps: Added to the mean square.
-
-    Returns:
-        Shape (T, D), a view into a new tensor.
-    """
-    return _half_layer_norm(torch.cat((x_TD, -x_TD), dim=-1), gain_2D, eps)
-
-
-def _half_layer_norm(pair_T2D: Tensor, gain_2D: Tensor, eps: float) -> Tensor:
-    width = pair_T2D.shape[-1]
-    normed = torch.native_layer_norm(pair_T2D, (width,), gain_2D, None, eps)[0]
-    return normed.narrow(-1, 0, width // 2)
 
 
 class DecoderModel:
@@ -60,8 +42,10 @@ class DecoderModel:
         self.blocks = tuple(
             tuple(params.layers[index] for index in block) for block in config.plan.blocks
         )
-        self.eps = config.rms_norm_eps
-        self._scale = config.head_dim**-0.5 if params.is_low_precision else 1.0
+        self._width = config.hidden_size
+        self._eps = config.rms_norm_eps
+        self._is_low_precision = params.is_low_precision
+        self._scale = config.head_dim**-0.5 if self._is_low_precision else 1.0
         exponent_P = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
         angle_SP = torch.outer(
             torch.arange(num_slots, dtype=torch.float64), config.rope_theta**-exponent_P
@@ -113,9 +97,9 @@ class DecoderModel:
             self.blocks[block_index], keys, values, slots, strict=True
         ):
             torch.neg(x_TD, out=work.mirror_TD)
-            normed_TD = _half_layer_norm(work.pair_T2D, layer.attn_norm_2D, self.eps)
-            torch.mm(normed_TD, layer.qkv_DW, out=work.qkv_TW)
-            if self.params.is_low_precision:
+            normed_T2D = self._pair_norm(work.pair_T2D, layer.attn_norm_2D)
+            torch.mm(normed_T2D.narrow(1, 0, self._width), layer.qkv_DW, out=work.qkv_TW)
+            if self._is_low_precision:
                 _rotate_in_float32(work.rotated_TNH, rope_T1P)
             else:
                 work.rotated_complex_TNP.mul_(rope_T1P)
@@ -127,8 +111,8 @@ class DecoderModel:
 
     def _mlp(self, work: Scratch, layer: LayerParams) -> None:
         torch.neg(work.x_TD, out=work.mirror_TD)
-        normed_TD = _half_layer_norm(work.pair_T2D, layer.mlp_norm_2D, self.eps)
-        torch.mm(normed_TD, layer.gate_up_D2F, out=work.gate_up_T2F)
+        normed_T2D = self._pair_norm(work.pair_T2D, layer.mlp_norm_2D)
+        torch.mm(normed_T2D.narrow(1, 0, self._width), layer.gate_up_D2F, out=work.gate_up_T2F)
         F.silu(work.gate_TF, inplace=True)
         work.gate_TF.mul_(work.up_TF)
         work.x_TD.addmm_(work.gate_TF, layer.down_FD)
@@ -147,7 +131,7 @@ class DecoderModel:
         on the CPU; the fused kernel saves the memory of long runs and keeps float32 scores in bf16.
         """
         groups, per_group = work.queries_GRTH.shape[:2]
-        if rows > DECODE_BUCKETS[-1] or self.params.is_low_precision:
+        if rows > DECODE_BUCKETS[-1] or self._is_low_precision:
             queries_1NTH = work.queries_GRTH.flatten(0, 1).unsqueeze(0)
             attended_1NTH = F.scaled_dot_product_attention(
                 queries_1NTH,
@@ -181,7 +165,9 @@ class DecoderModel:
 
     def exit_norm(self, exit_index: int, h_TD: Tensor) -> Tensor:
         """Return n_k = RMSNorm_k(h_k), which the router and the adapter of the exit share."""
-        return rms_norm(h_TD, self.params.exits[exit_index].norm_2D, self.eps)
+        pair_T2D = torch.cat((h_TD, -h_TD), dim=1)
+        normed_T2D = self._pair_norm(pair_T2D, self.params.exits[exit_index].norm_2D)
+        return normed_T2D.narrow(1, 0, self._width)
 
     def router_logit(self, junction_index: int, n_TD: Tensor) -> Tensor:
         """Return z_k, exit minus continue, of the router behind n_k.
@@ -194,10 +180,20 @@ class DecoderModel:
         """
         router = self.params.exits[junction_index].router
         assert router is not None, "the last exit has no router"
-        hidden_TR = F.gelu(torch.addmm(router.fc1_bias_R, n_TD, router.fc1_DR))
-        score_TD = at_least_float32(torch.addmm(router.fc2_bias_D, hidden_TR, router.fc2_RD))
-        normed_TD = rms_norm(score_TD, router.norm_2D, self.eps)
-        return torch.addmv(router.leave_bias, normed_TD, router.leave_D)
+        hidden_TR = self._gelu(torch.addmm(router.fc1_bias_R, n_TD, router.fc1_DR))
+        score_T2D = at_least_float32(torch.addmm(router.fc2_bias_2D, hidden_TR, router.fc2_R2D))
+        normed_T2D = self._pair_norm(score_T2D, router.norm_2D)
+        return torch.addmv(router.leave_bias, normed_T2D, router.leave_2D)
+
+    def _pair_norm(self, pair_T2D: Tensor, gain_2D: Tensor) -> Tensor:
+        """Return the RMSNorm of a pair [x, -x], as a pair."""
+        return torch.native_layer_norm(pair_T2D, gain_2D.shape, gain_2D, None, self._eps)[0]
+
+    def _gelu(self, x_TR: Tensor) -> Tensor:
+        """Return the exact GELU; for one row F.gelu's set-up on the CPU costs twice as much."""
+        if self._is_low_precision:
+            return F.gelu(x_TR)
+        return torch.addcmul(x_TR, x_TR, torch.erf(x_TR * math.sqrt(0.5))).mul_(0.5)
 
     def exit_state(self, exit_index: int, n_TD: Tensor) -> Tensor:
         """Return o_k = n_k + A_k(n_k), what the shared head reads at this exit."""

@@ -6,7 +6,7 @@ side by side, the two router rows folded into their difference. Nothing here is 
 any number of sequences may share one `DecoderParams`.
 
 Shapes: D width, Q query features, K key (= value) features, F MLP width, R router width, A adapter
-width, V vocabulary rows. A norm gain is stored twice in a row (2D), as `decode.model.rms_norm`
+width, V vocabulary rows. A norm gain is stored twice in a row (2D), as `decode.model`
 wants it.
 """
 
@@ -52,14 +52,14 @@ class RouterParams:
     """First layer."""
     fc1_bias_R: Tensor
     """Its bias."""
-    fc2_RD: Tensor
-    """Second layer."""
-    fc2_bias_D: Tensor
-    """Its bias."""
+    fc2_R2D: Tensor
+    """Second layer beside its negative, which is what the norm after it wants."""
+    fc2_bias_2D: Tensor
+    """Its bias beside its negative."""
     norm_2D: Tensor
     """Gain before the head, at least float32."""
-    leave_D: Tensor
-    """Exit row minus continue row, at least float32."""
+    leave_2D: Tensor
+    """Exit row minus continue row, then zeros; at least float32."""
     leave_bias: Tensor
     """Exit bias minus continue bias, shape (1,), at least float32."""
 
@@ -264,13 +264,15 @@ def _pack_router(tensors: Mapping[str, Tensor], k: int) -> RouterParams:
     layer = f"router_layers.{k}.layers.0"
     continue_D, exit_D = at_least_float32(tensors[f"router_heads.{k}.weight"])
     continue_bias, exit_bias = at_least_float32(tensors[f"router_heads.{k}.bias"])
+    fc2_DR, fc2_bias_D = tensors[f"{layer}.fc2.weight"], tensors[f"{layer}.fc2.bias"]
+    leave_D = exit_D - continue_D
     return RouterParams(
         fc1_DR=_transposed(tensors[f"{layer}.fc1.weight"]),
         fc1_bias_R=tensors[f"{layer}.fc1.bias"],
-        fc2_RD=_transposed(tensors[f"{layer}.fc2.weight"]),
-        fc2_bias_D=tensors[f"{layer}.fc2.bias"],
+        fc2_R2D=_transposed(torch.cat([fc2_DR, -fc2_DR])),
+        fc2_bias_2D=torch.cat([fc2_bias_D, -fc2_bias_D]),
         norm_2D=at_least_float32(tensors[f"router_final_norms.{k}.weight"]).repeat(2),
-        leave_D=exit_D - continue_D,
+        leave_2D=torch.cat([leave_D, torch.zeros_like(leave_D)]),
         leave_bias=(exit_bias - continue_bias).reshape(1),
     )
 

@@ -17,7 +17,6 @@ from nvium_titan.decode.deferred import (
     PREFILL_BUCKETS,
     FilledCounts,
     bucket_rows,
-    chunks,
 )
 from nvium_titan.decode.kv_cache import SequenceBuffers
 from nvium_titan.decode.model import DecoderModel
@@ -104,7 +103,9 @@ class BlockRunner:
             largest: Most rows of one group.
         """
         counts, buffers, stats = state.counts, state.buffers, state.stats
-        for first, rows in chunks(counts.filled[block_index], counts.length, largest=largest):
+        first, end = counts.filled[block_index], counts.length
+        while first < end:
+            rows = min(end - first, largest)
             is_exact = self.shapes == "exact"
             self.model.run_block(
                 block_index,
@@ -113,7 +114,8 @@ class BlockRunner:
                 rows=rows if is_exact else bucket_rows(rows),
                 columns=first + rows if is_exact else buffers.num_slots,
             )
-            counts.filled[block_index] = first + rows
+            first += rows
+            counts.filled[block_index] = first
             stats.layers_run += self._block_sizes[block_index]
             stats.group_sizes[rows] += 1
 
