@@ -9,9 +9,12 @@ Without torchrun it trains in one process. On a machine without an accelerator i
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -141,6 +144,7 @@ def run(config: NviumTrainer.Config) -> None:
 
     Raises:
         NviumError: If the input cannot work (UsageError) or the loss diverges (DivergenceError).
+        Interrupted: If a signal ended the run early.
     """
     import torch
     from torchtitan.observability import structured_logger as sl
@@ -153,7 +157,7 @@ def run(config: NviumTrainer.Config) -> None:
         output_dir=config.dump_folder,
         enable=config.debug.enable_structured_logging,
     )
-    trainer = config.build()
+    trainer = _build(config)
     try:
         if torch.distributed.get_rank() == 0:
             folder = Path(config.dump_folder)
@@ -162,14 +166,55 @@ def run(config: NviumTrainer.Config) -> None:
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
-            trainer.train()
+            with _stops_on_signals(trainer):
+                trainer.train()
     finally:
         trainer.close()
     torch.distributed.destroy_process_group()
+    if trainer.stop_signal is not None:
+        raise Interrupted(trainer.stop_signal)
+
+
+class Interrupted(Exception):  # noqa: N818  (it is no error)
+    """A signal ended the run; its step is saved where checkpoints are on."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.exit_code = 128 + signal_number
+
+
+def _build(config: NviumTrainer.Config) -> NviumTrainer:
+    # What torchtitan asserts of a configuration is the user's to mend, not a traceback.
+    try:
+        return config.build()
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if "torchtitan" not in Path(frames[-1].filename).parts:
+            raise
+        raise ConfigError(f"torchtitan refuses the settings: {error}") from error
+
+
+@contextmanager
+def _stops_on_signals(trainer: NviumTrainer) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end training after the step at hand; a second one ends it at once."""
+
+    def handle(number: int, _frame: object) -> None:
+        if trainer.stop_signal is not None:
+            raise KeyboardInterrupt
+        trainer.request_stop(number)
+
+    saved = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in saved.items():
+            signal.signal(number, handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0 done, 1 failed, 2 wrong use, 130 interrupted.
+    """Run the command; returns the exit code.
+
+    0 done, 1 failed, 2 wrong use, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
 
     Args:
         argv: Command-line words; default `sys.argv[1:]`.
@@ -191,6 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NviumError as error:
         sys.stderr.write(f"nvium: error: {error}\n")
         return error.exit_code
+    except Interrupted as stop:
+        sys.stderr.write(f"nvium: stopped by {stop}; the same command goes on from here\n")
+        return stop.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("nvium: interrupted\n")
         return 130

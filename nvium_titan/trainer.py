@@ -228,13 +228,41 @@ class NviumTrainer(Trainer):
             self.checkpointer.states["nvium"] = self._run_state
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
         self._started = False
+        self.stop_signal: int | None = None
 
     def should_continue_training(self) -> bool:
         """Say whether steps are left; the first call comes right after loading a checkpoint."""
         if not self._started:
             self._started = True
             self._start()
-        return super().should_continue_training()
+        if not super().should_continue_training():
+            return False
+        if not self._agree_to_stop():
+            return True
+        if self.checkpointer.enable and self.step and not self.checkpointer._should_save(self.step):
+            self.checkpointer.save(self.step, last_step=True)
+        logger.warning("stopped by a signal after step %d", self.step)
+        return False
+
+    def request_stop(self, signal_number: int) -> None:
+        """Ask all ranks to save and stop after a step; safe in a signal handler.
+
+        Args:
+            signal_number: What was caught; `stop_signal` holds it on every rank afterwards.
+        """
+        self.stop_signal = signal_number
+
+    def _agree_to_stop(self) -> bool:
+        # A rank that goes ahead waits for the others within the next step, so all of them see the
+        # store's entry when that step is done. No device is waited for.
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if self.stop_signal is not None:
+            last = self.step + (torch.distributed.get_world_size() > 1)
+            store.compare_set("nvium/stop", "", f"{last} {self.stop_signal}")
+        if not store.check(["nvium/stop"]):
+            return False
+        last, self.stop_signal = map(int, store.get("nvium/stop").split())
+        return self.step >= last
 
     def _start(self) -> None:
         self.metrics_processor.drop_after(self.step)

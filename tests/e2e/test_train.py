@@ -272,3 +272,37 @@ def test_dat_07_the_end_of_a_document_is_learnt_and_stops_generation(tmp_path: P
         ).result()  # fmt: skip
         ends.append((result.finish_reason, tokenizer.decode(result.token_ids)))
     assert ends.count(("stop", "b")) >= 8
+
+
+def test_ctrl_c_saves_the_step_at_hand_and_the_run_goes_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+    import signal
+
+    from nvium_titan.trainer import NviumTrainer
+
+    toml = write_toml(tmp_path, training={"steps": 5}, checkpoint={"interval": 100})
+    train_step = NviumTrainer.train_step
+
+    def interrupted(self: NviumTrainer, data: object) -> None:
+        train_step(self, data)
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(NviumTrainer, "train_step", interrupted)
+    assert train_here(toml) == 130
+    assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == ["step-2"]
+    monkeypatch.undo()
+    assert train_here(toml) == 0
+    assert [row.step for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def test_what_torchtitan_refuses_is_one_message(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    toml = write_toml(tmp_path)
+    assert train_here(toml, "--training.global_batch_size", "3") == 2
+    said = _said(capfd)
+    assert "nvium: error: torchtitan refuses the settings: global batch size must be" in said
+    assert "Traceback" not in said
