@@ -150,14 +150,14 @@ def read_bundle(directory: Path | str) -> Bundle:
     path = Path(directory)
     if not path.is_dir():
         raise BundleError(f"{path}: no such bundle directory; make one with `nvium export`")
-    record = _read_json(path / PROVENANCE_FILE)
+    record = read_json(path / PROVENANCE_FILE)
     if record.get("format_version") != FORMAT_VERSION:
         raise BundleError(
             f"{path / PROVENANCE_FILE}: format_version={record.get('format_version')!r}: "
             f"this release reads {FORMAT_VERSION}; export the model again"
         )
-    config = BundleConfig.from_json(_read_json(path / CONFIG_FILE), source=str(path / CONFIG_FILE))
-    files, found = _read_headers(path)
+    config = BundleConfig.from_json(read_json(path / CONFIG_FILE), source=str(path / CONFIG_FILE))
+    files, found = read_headers(path)
     _check_tensors(found, config, source=str(path))
     vocab_size = record.get("tokenizer", {}).get("vocab_size")
     if not isinstance(vocab_size, int) or not isinstance(record.get("provenance"), dict):
@@ -198,9 +198,17 @@ def _check_tensors(
         raise BundleError(f"{source}: {'; '.join(faults)}")
 
 
-def _read_headers(path: Path) -> tuple[dict[str, str], dict[str, tuple[tuple[int, ...], str]]]:
+def read_headers(path: Path) -> tuple[dict[str, str], dict[str, tuple[tuple[int, ...], str]]]:
+    """Return the file of every tensor in a folder, and its shape and type, by name.
+
+    Args:
+        path: Holds model.safetensors, or shards with their index.
+
+    Raises:
+        BundleError: If a file is missing or damaged.
+    """
     if (path / INDEX_FILE).exists():
-        names = sorted(set(_read_json(path / INDEX_FILE).get("weight_map", {}).values()))
+        names = sorted(set(read_json(path / INDEX_FILE).get("weight_map", {}).values()))
     else:
         names = [WEIGHTS_FILE]
     files: dict[str, str] = {}
@@ -265,12 +273,18 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        BundleError: If it is missing or holds anything else.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BundleError(
-            f"{path.parent}: file {path.name} is missing; make a bundle with `nvium export`"
+            f"{path.parent}: file {path.name} is missing; "
+            "bundles are made with `nvium export` and `nvium import`"
         ) from error
     except (OSError, ValueError) as error:
         raise BundleError(f"{path}: cannot be read as JSON: {error}") from error

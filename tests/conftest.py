@@ -40,3 +40,9 @@ def shared_dir() -> Path:
             pytest.fail(reason)
         pytest.skip(reason)
     return path
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> Path:
+    """Checkpoints and numbers of the N-vium authors' code; see its README."""
+    return Path(__file__).resolve().parent / "data" / "golden"

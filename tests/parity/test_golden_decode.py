@@ -42,8 +42,8 @@ def load_json(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", MODELS)
-def test_log_probs_of_every_exit(shared_dir: Path, name: str) -> None:
-    folder = shared_dir / "golden" / name
+def test_log_probs_of_every_exit(golden_dir: Path, name: str) -> None:
+    folder = golden_dir / name
     golden = load_file(folder / "forward.safetensors")
     ids = load_json(folder / "forward.json")["input_ids"]
     scores = load_engine(folder, torch.float64).score(ids)
@@ -58,9 +58,9 @@ def test_log_probs_of_every_exit(shared_dir: Path, name: str) -> None:
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_router_greedy_token_for_token_and_exit_for_exit(
-    shared_dir: Path, name: str, precision: str
+    golden_dir: Path, name: str, precision: str
 ) -> None:
-    folder = shared_dir / "golden" / name
+    folder = golden_dir / name
     engine = load_engine(folder, DTYPES[precision])
     runs = [
         run for run in load_json(folder / "decode.json")["greedy"] if run["precision"] == precision
@@ -79,9 +79,9 @@ def test_router_greedy_token_for_token_and_exit_for_exit(
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", MODELS)
-def test_teacher_forced_decisions(shared_dir: Path, name: str) -> None:
+def test_teacher_forced_decisions(golden_dir: Path, name: str) -> None:
     """96 given tokens fed one by one: the exit and the argmax of every step."""
-    folder = shared_dir / "golden" / name
+    folder = golden_dir / name
     greedy: dict[str, Any] = {
         "policy": RouterGreedy(),
         "sampling": SamplingParams(temperature=0),

@@ -113,9 +113,10 @@ def test_dense_config_is_a_plain_llama() -> None:
     assert make_config().to_json()["model_type"] == "nvium"
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("name", ["nvium_mha", "nvium_gqa", "nvium_uneven"])
-def test_tensor_names_are_those_of_the_reference(shared_dir: Path, name: str) -> None:
-    folder = shared_dir / "golden" / name
+def test_tensor_names_are_those_of_the_reference(golden_dir: Path, name: str) -> None:
+    folder = golden_dir / name
     data = json.loads((folder / "config.json").read_text())
     experiment = json.loads((folder / "exp_config.json").read_text())
     exits = experiment["early_layer_idx"] if name == "nvium_uneven" else [2, 4, 6]

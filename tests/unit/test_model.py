@@ -104,15 +104,16 @@ def test_packed_documents_do_not_see_each_other() -> None:
     torch.testing.assert_close(packed[:, :, 5:], run(model, b)[0])
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("golden", ["nvium_mha", "nvium_gqa", "nvium_uneven"])
-def test_names_are_those_of_the_authors_checkpoints(golden: str, shared_dir: Path) -> None:
+def test_names_are_those_of_the_authors_checkpoints(golden: str, golden_dir: Path) -> None:
     plan = {
         "nvium_mha": ExitPlan(num_layers=8, exit_layers=(2, 4, 6)),
         "nvium_gqa": ExitPlan(num_layers=8, exit_layers=(2, 4, 6)),
         "nvium_uneven": ExitPlan(num_layers=8, exit_layers=(1, 5)),
     }[golden]
     ours = native_to_hf(plan, final_adapter=True, tie_embeddings=False)
-    with safe_open(shared_dir / "golden" / golden / "model.safetensors", "pt") as file:
+    with safe_open(golden_dir / golden / "model.safetensors", "pt") as file:
         assert set(ours.values()) == set(file.keys())
 
 
