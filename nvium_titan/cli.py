@@ -14,12 +14,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
 from nvium_titan import __version__
-from nvium_titan.errors import NviumError, PromptError
+from nvium_titan.errors import BundleError, NviumError, PromptError
 
 if TYPE_CHECKING:
     from nvium_titan.decode import GenerationResult
@@ -45,31 +46,79 @@ class Train:
 class Export:
     """Turn a training checkpoint into a bundle, which decodes without torchtitan.
 
-    A dense model becomes a plain LlamaForCausalLM. Any number of ranks may have saved it.
+    A dense model becomes a plain LlamaForCausalLM. Any number of ranks may have saved it. With
+    --format reference a checkpoint or a bundle becomes one that the N-vium authors' code loads.
 
     nvium export runs/debug --out bundles/debug
     """
 
     checkpoint: tyro.conf.Positional[Path]
-    """A step-N folder, or a run's folder: then its newest step."""
+    """A step-N folder, or a run's folder: then its newest step; for reference also a bundle."""
 
     out: Path
     """Folder to write, whole or not at all; an older bundle there is replaced."""
 
+    format: Literal["bundle", "reference"] = "bundle"
+    """What to write: a bundle, or a checkpoint of the authors' code."""
+
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the exported weights."""
+    """Type of the exported weights; a bundle keeps its own."""
 
     tokenizer: str | None = None
     """Tokenizer to put in: "byte", a folder or a file; default: the one of the training run."""
 
     def run(self) -> None:
-        """Write the bundle."""
-        from nvium_titan.convert.export import export_checkpoint
+        """Write the bundle or the authors' checkpoint.
 
-        step = export_checkpoint(
-            self.checkpoint, self.out, dtype=self.dtype, tokenizer=self.tokenizer
-        )
-        print(f"exported {step} to {self.out}")
+        Raises:
+            BundleError: If a bundle is to become a bundle, or is to change type or tokenizer.
+        """
+        from nvium_titan.bundle import PROVENANCE_FILE
+        from nvium_titan.convert.export import export_checkpoint
+        from nvium_titan.convert.reference import export_reference
+
+        source = self.checkpoint
+        if (source / PROVENANCE_FILE).is_file():
+            if self.format == "bundle" or self.dtype != "float32" or self.tokenizer is not None:
+                raise BundleError(
+                    f"{source} is a bundle already: it can only take --format reference, and keeps "
+                    "its type and tokenizer (no --dtype, no --tokenizer)"
+                )
+            export_reference(source, self.out)
+        elif self.format == "bundle":
+            source = export_checkpoint(source, self.out, dtype=self.dtype, tokenizer=self.tokenizer)
+        else:
+            with TemporaryDirectory(prefix="nvium-") as folder:
+                bundle = Path(folder) / "bundle"
+                source = export_checkpoint(
+                    source, bundle, dtype=self.dtype, tokenizer=self.tokenizer
+                )
+                export_reference(bundle, self.out)
+        print(f"exported {source} to {self.out}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """Turn a checkpoint of the N-vium authors' code into a bundle.
+
+    nvium import CHECKPOINT --out bundles/theirs --tokenizer TOKENIZER
+    """
+
+    checkpoint: tyro.conf.Positional[Path]
+    """The folder that holds model.safetensors and config.json."""
+
+    out: Path
+    """Bundle to write, whole or not at all; an older bundle there is replaced."""
+
+    tokenizer: str | None = None
+    """Tokenizer to put in: "byte", a folder or a file; default: the one in the folder."""
+
+    def run(self) -> None:
+        """Write the bundle."""
+        from nvium_titan.convert.reference import import_reference
+
+        import_reference(self.checkpoint, self.out, tokenizer=self.tokenizer)
+        print(f"imported {self.checkpoint} to {self.out}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         command: Any = tyro.cli(
-            Train | Export | Generate | Info,
+            Train | Export | Import | Generate | Info,
             args=words,
             config=(tyro.conf.FlagCreatePairsOff,),
             prog="nvium",
