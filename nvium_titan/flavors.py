@@ -64,7 +64,7 @@ def _named_dims() -> dict[str, ModelDims]:
         "debug": _dims(
             dim=64, num_layers=6, num_heads=4, ffn_dim=176, num_exits=3, vocab_size=264,
         ),
-        "demo": _dims(dim=96, num_layers=16, num_heads=3, ffn_dim=256, vocab_size=264),
+        "demo": _dims(dim=64, num_layers=12, num_heads=2, ffn_dim=176, vocab_size=264),
         # The paper's Table 2: depth at width 768, then width at 24 layers.
         "quadrivium-768x6": _dims(
             dim=768, num_layers=6, num_heads=12, ffn_dim=2048, exit_layers=(1, 2, 4)

@@ -141,6 +141,8 @@ def train_both(*, smoke: bool) -> None:
                 for name, process in processes.items():
                     if process.poll():
                         raise NviumError(f"training the {name} failed; see {log_of(name)}")
+            for name, task in tasks.items():
+                report(progress, task, FOLDERS[name])
     finally:
         for process in processes.values():
             if process.poll() is None:
@@ -184,7 +186,7 @@ def decode_both(
                 seed = 100 * round_index + index
                 result = engine.generate(ids, max_new_tokens=length, seed=seed).result()
                 rates[name].append(result.stats.tokens_per_s)
-                if name == "N-vium" and len(result.token_ids) > len(sample):
+                if name == "N-vium" and not sample:
                     sample = prompt + tokenizer.decode(result.token_ids)
     return rates, sample
 
