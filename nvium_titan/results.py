@@ -1,4 +1,4 @@
-"""Result records to and from JSON: the rows of a run's `metrics.jsonl`.
+"""Result records to and from JSON: the rows of a run's `metrics.jsonl`, perplexities.
 
 Nothing here needs torch.
 """
@@ -49,6 +49,52 @@ class MetricsRow:
     """Tokens per second over all ranks, since the last row."""
     limit_speedup: float | None
     """Decode speed-up over dense that these exit shares allow."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModePerplexity:
+    """How well one distribution of a model predicts a text.
+
+    A perplexity is exp(-log_likelihood / count), by what is counted; None where nothing is, or
+    where it is beyond a float.
+    """
+
+    mode: str
+    """Which distribution: "mixture", "exit k" (that exit alone, from 1) or "final exit"."""
+    log_likelihood: float
+    """Of all scored tokens, nats."""
+    token_perplexity: float | None
+    """Per scored token."""
+    word_perplexity: float | None
+    """Per word: what stands between white space."""
+    byte_perplexity: float | None
+    """Per byte of the text in UTF-8."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerplexityResult:
+    """One evaluation of a model on a text, with the rules it followed."""
+
+    modes: list[ModePerplexity]
+    """The mixture, each early exit alone, the final exit alone."""
+    exit_shares: list[float]
+    """Mean exit probability of each exit over the scored tokens."""
+    window: int
+    """Most tokens that a prediction is conditioned on."""
+    stride: int
+    """Tokens scored by each window after the first of a document."""
+    num_documents: int
+    """Documents with at least one scored token."""
+    num_tokens: int
+    """Scored tokens."""
+    num_words: int
+    """Words of the scored text."""
+    num_bytes: int
+    """UTF-8 bytes of the scored text."""
+    starts_with_bos: bool
+    """Whether BOS stands before each document; if not, its first token is only conditioned on."""
+    scores_eos: bool
+    """Whether the end of a document is scored as a token."""
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:

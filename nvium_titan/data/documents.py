@@ -232,7 +232,8 @@ def _refuse_useless(file: Path, store: Store, text_column: str) -> None:
     if first is not None:
         raise DataError(
             f"{file}: none of its {len(store)} rows has text under {text_column!r}; the first: "
-            f"{first.place}: {first.reason}; fix [dataloader] text_column or the file"
+            f"{first.place}: {first.reason}; fix the file or text_column "
+            "([dataloader] text_column, --text-column)"
         )
 
 

@@ -13,7 +13,7 @@ Shapes: B sequences, T tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -317,6 +317,8 @@ class Engine:
             policy=policy,
             seed=seed,
             stats=stats,
+            log_exits=_known(token.log_exit for token in tokens),
+            log_probs=_known(token.log_prob for token in tokens),
             log_mix=self._late_log_mix(state, tokens) if with_log_probs else None,
         )
 
@@ -382,3 +384,9 @@ class Engine:
                     f"token id {token_id} is unknown: the vocabulary has ids 0 to "
                     f"{self.params.num_tokens - 1}"
                 )
+
+
+def _known(values: Iterable[float | None]) -> tuple[float, ...] | None:
+    """Return the values, or None if they were not asked for."""
+    known = tuple(value for value in values if value is not None)
+    return known or None

@@ -92,8 +92,22 @@ class GenerationResult:
     """As given."""
     stats: DecodeStats
     """What it took."""
+    log_exits: tuple[float, ...] | None = None
+    """log p_k of each token's exit by the model's own routers, nats; None unless asked for."""
+    log_probs: tuple[float, ...] | None = None
+    """log pi_k of each token, before temperature and filters, nats; None unless asked for."""
     log_mix: tuple[float, ...] | None = None
     """log pi_mix of each token, nats, before temperature and filters; None unless asked for."""
+
+    @property
+    def certified_early(self) -> float | None:
+        """Share of tokens known to be argmax pi_mix before the last exit.
+
+        None where nothing was certified: above temperature 0, or without a mixture.
+        """
+        if self.sampling.temperature > 0 or self.policy.router_temperature is None:
+            return None
+        return 1 - self.exit_counts[-1] / len(self.exit_indices)
 
     @property
     def exit_counts(self) -> tuple[int, ...]:
