@@ -1,0 +1,1 @@
+"""Evaluation of exported models and of training checkpoints."""
