@@ -5,6 +5,7 @@
     generation_config.json    bos and eos for other loaders
     tokenizer files           as written by `Tokenizer.save`
     nvium.json                format version, tokenizer size, provenance of the run
+    modeling_nvium.py         unless dense: the model for transformers, with trust_remote_code
 
 Tensor names are HF LLaMA names (rotate-half RoPE layout) and, for the junctions, the names of the
 N-vium authors' checkpoints. The module owns the term bundle.
@@ -25,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nvium_titan import __version__
-from nvium_titan.bundle_config import CONFIG_FILE, BundleConfig, expected_tensors
+from nvium_titan.bundle_config import CONFIG_FILE, MODELING_FILE, BundleConfig, expected_tensors
 from nvium_titan.errors import BundleError
 from nvium_titan.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -35,6 +36,9 @@ FORMAT_VERSION = 1
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PROVENANCE_FILE = "nvium.json"
+
+# A bundle carries this file; it is copied, never imported here.
+_MODELING_SOURCE = Path(__file__).parent / "convert" / "hf_modeling_nvium.py"
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -122,8 +126,9 @@ def write_bundle(
         _write_tensors(partial, ordered, max_shard_bytes)
         tokenizer.save(partial)
         _write_json(partial / CONFIG_FILE, config.to_json())
-        ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-        _write_json(partial / "generation_config.json", ids)
+        if not config.is_plain_llama:
+            shutil.copyfile(_MODELING_SOURCE, partial / MODELING_FILE)
+        _write_json(partial / "generation_config.json", _generation_config(config, tokenizer))
         record = {
             "format_version": FORMAT_VERSION,
             "nvium_titan_version": __version__,
@@ -248,6 +253,13 @@ def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_
         total_bytes = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(folder / INDEX_FILE, index)
+
+
+def _generation_config(config: BundleConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what `generate` of transformers reads: ids of a padded vocabulary are not sampled."""
+    padding = list(range(tokenizer.vocab_size, config.vocab_size))
+    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    return ids | ({"suppress_tokens": padding} if padding else {})
 
 
 def _check_replaceable(target: Path) -> None:

@@ -16,12 +16,18 @@ from nvium_titan.errors import BundleError, ConfigError, nearest
 from nvium_titan.exit_plan import ExitPlan
 
 CONFIG_FILE = "config.json"
+MODELING_FILE = "modeling_nvium.py"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # What the decoder computes whatever config.json says; another value is another model.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_scaling": None}
 _EXIT_KEYS = ("exit_layers", "router_dim", "adapter_dim", "final_adapter")
+# Where transformers finds the classes, with trust_remote_code=True.
+_AUTO_MAP = {
+    "AutoConfig": "modeling_nvium.NviumConfig",
+    "AutoModelForCausalLM": "modeling_nvium.NviumForCausalLM",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +137,7 @@ class BundleConfig:
             "initializer_range": 0.02,
             "pretraining_tp": 1,
             "use_cache": True,
-            **({} if plain else exits),
+            **({} if plain else exits | {"auto_map": _AUTO_MAP}),
         }
 
     @classmethod
