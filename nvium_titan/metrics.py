@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,10 @@ class NviumMetricsProcessor(MetricsProcessor):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """torchtitan's metrics settings, unchanged."""
+        """torchtitan's metrics settings, with TensorBoard on."""
+
+        enable_tensorboard: bool = True
+        """Whether to write TensorBoard events into the dump folder."""
 
     def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any) -> None:
         super().__init__(config, dump_folder=dump_folder, **kwargs)
@@ -178,8 +182,6 @@ class NviumMetricsProcessor(MetricsProcessor):
         return MixtureMetrics.from_sums(sums.tolist(), self.loss_fn.plan)
 
     def _tokens_per_second(self) -> float:
-        import time
-
         seconds = time.perf_counter() - self.time_last_log
         per_rank = self.ntokens_since_last_log / seconds
         data_ranks = self.parallel_dims.world_size / self.parallel_dims.non_data_parallel_size

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TrainingConfig
+from torchtitan.config.configs import DebugConfig
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -165,6 +166,10 @@ class NviumTrainer(Trainer):
         loss: MixtureLoss.Config = field(default_factory=MixtureLoss.Config)
         optimizer: OptimizerConfig = field(default_factory=AdamW.Config)
         lr_scheduler: LRSchedule.Config = field(default_factory=LRSchedule.Config)
+        # A run repeats unless told otherwise, and leaves no logs that nobody asked for.
+        debug: DebugConfig = field(
+            default_factory=lambda: DebugConfig(seed=42, enable_structured_logging=False)
+        )
         # The paper's context (App. A).
         training: TrainingConfig = field(default_factory=lambda: TrainingConfig(seq_len=1024))
         tokenizer: TextTokenizer.Config = field(default_factory=TextTokenizer.Config)
