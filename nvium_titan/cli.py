@@ -11,8 +11,10 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,13 +25,23 @@ from nvium_titan import __version__
 from nvium_titan.errors import BundleError, NviumError, PromptError
 
 if TYPE_CHECKING:
-    from nvium_titan.decode import GenerationResult
+    from nvium_titan.convert.load import LoadedModel
+    from nvium_titan.decode import (
+        FixedExit,
+        GenerationResult,
+        RouterGreedy,
+        SampledRouter,
+        SamplingParams,
+    )
+    from nvium_titan.results import PerplexityResult
 
 
 _STATS = (
-    "law", "num_new_tokens", "finish_reason", "exit_shares", "mean_group_size",
-    "layers_per_token", "ttft_ms", "tokens_per_s",
+    "law", "num_new_tokens", "finish_reason", "exit_shares", "certified_early", "mean_group_size",
+    "layers_per_token", "layers_saved", "ttft_ms", "tokens_per_s",
 )  # fmt: skip
+_TITLES = {"certified_early": "tokens certified early"}
+_BAR_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,16 +135,17 @@ class Import:
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Continue a prompt with the model of a bundle; the new text goes to stdout as it is sampled.
+    """Continue a prompt with a trained model; the new text goes to stdout as it is sampled.
 
-    By default every token is an exact sample of the mixture of exits. --temperature, --top-k and
-    --top-p change the law; --stats and --json name the law that was sampled.
+    By default every token is an exact sample of the mixture of exits. Temperature, filters,
+    --greedy, --exit and --router-temperature change the law; --stats and --json name the law that
+    was sampled. A training checkpoint is converted in memory; nothing is written.
 
     nvium generate bundles/debug --prompt "The Python " --max-new-tokens 200 --stats
     """
 
     bundle: tyro.conf.Positional[Path]
-    """A bundle folder, from nvium export."""
+    """A bundle from nvium export; or a step-N folder, or a run's folder: then its newest step."""
 
     prompt: str
     """Text to continue; - reads it from stdin."""
@@ -140,8 +153,8 @@ class Generate:
     max_new_tokens: int = 128
     """Most tokens to sample; fewer if the model ends the text or its context is full."""
 
-    temperature: float = 1.0
-    """1 samples the mixture as it is; 0 is greedy: the likeliest token of the mixture."""
+    temperature: float | None = None
+    """1 samples as it is; 0: the likeliest token of the mixture. Default: 1, with --greedy 0."""
 
     top_k: int = 0
     """Sample among the k likeliest tokens; 0: all."""
@@ -149,8 +162,17 @@ class Generate:
     top_p: float = 1.0
     """Sample among the likeliest tokens that together have this probability."""
 
+    min_p: float = 0.0
+    """Sample among tokens at least this fraction as likely as the likeliest."""
+
     filter_scope: Literal["exit", "mixture"] = "exit"
-    """What temperature, top-k and top-p act on. The mixture needs every layer for every token."""
+    """What temperature and filters act on. The mixture needs every layer for every token."""
+
+    greedy: Literal["mixture", "router"] | None = None
+    """mixture: temperature 0. router: leave where w > 1/2, take the likeliest token there."""
+
+    router_temperature: float = 1.0
+    """Divides the router logits: another value samples a mixture with other weights."""
 
     exit: int | None = None
     """Always leave at this exit, 1 the earliest; default: the routers decide."""
@@ -158,7 +180,16 @@ class Generate:
     seed: int = 0
     """The same seed gives the same text."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text that ends the generation and is not printed; may be given several times."""
+
+    ignore_eos: bool = False
+    """Go on after the end token, which then is a token like any other."""
+
+    max_seq_len: int | None = None
+    """Most tokens of prompt and new text together; default: the model's own context."""
+
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type to compute in."""
 
     device: str = "cpu"
@@ -168,34 +199,29 @@ class Generate:
     """Write the text as it comes, not at the end."""
 
     stats: bool = False
-    """Print exit shares, group sizes, layers run and speed to stderr."""
+    """Print exit shares, group sizes, layers run, tokens certified early and speed to stderr."""
+
+    log_probs: bool = False
+    """With --json: the log-probabilities of each token (nats): exit, token at it, both, mixture."""
 
     json: bool = False
-    """Print one JSON object instead of the text."""
+    """Print one JSON object instead of the text; it repeats the settings."""
 
     def run(self) -> None:
         """Sample and print.
 
         Raises:
-            PromptError: If there is nothing to continue, or no such device.
+            PromptError: If there is nothing to continue, settings exclude each other, or there is
+                no such device.
         """
-        import torch
+        from nvium_titan.decode import Engine, TextGeneration
 
-        from nvium_titan.bundle import read_bundle
-        from nvium_titan.decode import (
-            Engine,
-            FixedExit,
-            SampledRouter,
-            SamplingParams,
-            TextGeneration,
-        )
-
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise PromptError(f"--device {self.device}: torch sees no CUDA GPU here; use cpu")
-        tokenizer = read_bundle(self.bundle).load_tokenizer()
-        engine = Engine.from_bundle(
-            self.bundle, dtype=getattr(torch, self.dtype), device=self.device
-        )
+        if self.log_probs and not self.json:
+            raise PromptError("--log-probs needs --json, which shows them")
+        sampling, policy = self._law()
+        model = _load(self.bundle, dtype=self.dtype, device=self.device)
+        engine = Engine(model.params, max_seq_len=self.max_seq_len)
+        tokenizer = model.tokenizer
         prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
         prompt_ids = tokenizer.encode(prompt, add_bos=True)
         if not prompt_ids:
@@ -203,30 +229,149 @@ class Generate:
         tokens = engine.generate(
             prompt_ids,
             max_new_tokens=self.max_new_tokens,
-            sampling=SamplingParams(
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                filter_scope=self.filter_scope,
-            ),
-            policy=SampledRouter() if self.exit is None else FixedExit(exit_index=self.exit - 1),
+            sampling=sampling,
+            policy=policy,
             seed=self.seed,
-            stop_ids=[] if tokenizer.eos_id is None else [tokenizer.eos_id],
+            stop_ids=[] if tokenizer.eos_id is None or self.ignore_eos else [tokenizer.eos_id],
+            with_log_probs=self.log_probs,
         )
-        generation = TextGeneration(tokens, tokenizer.stream(prompt_ids))
+        generation = TextGeneration(tokens, tokenizer.stream(prompt_ids), stop_strings=self.stop)
         streams = self.stream and not self.json
         for piece in generation:
             if streams:
                 print(piece, end="", flush=True)
-        text, _, result = generation.result()
-        report = _report(result)
+        text, stop_string, result = generation.result()
+        report = _report(result, num_layers=model.params.config.num_hidden_layers)
         if self.json:
-            print(json.dumps({"prompt": prompt, "text": text, **report}, ensure_ascii=False))
+            record = {"prompt": prompt, "text": text, "stop_string": stop_string, **report}
+            record["settings"] = {
+                "model": str(model.path),
+                "max_new_tokens": self.max_new_tokens,
+                "max_seq_len": engine.max_seq_len,
+                "sampling": asdict(sampling),
+                "policy": {"name": type(policy).__name__, **asdict(policy)},
+                "seed": self.seed,
+                "stop": self.stop,
+                "ignore_eos": self.ignore_eos,
+                "dtype": self.dtype,
+                "device": self.device,
+            }
+            if self.log_probs:
+                record["log_probs"] = _log_probs(result)
+            print(json.dumps(record, ensure_ascii=False))
         else:
             print("" if streams else text)
         if self.stats:
             for name in _STATS:
-                print(f"{name:18}{_shown(report[name])}", file=sys.stderr)
+                print(f"{_TITLES.get(name, name):24}{_shown(report[name])}", file=sys.stderr)
+
+    def _law(self) -> tuple[SamplingParams, SampledRouter | RouterGreedy | FixedExit]:
+        from nvium_titan.decode import FixedExit, RouterGreedy, SampledRouter, SamplingParams
+
+        if self.greedy and self.temperature:
+            raise PromptError(
+                f"--greedy {self.greedy} takes the likeliest token, but --temperature is "
+                f"{self.temperature:g}; leave one of them out"
+            )
+        if self.exit is not None and self.greedy:
+            raise PromptError(
+                f"--exit {self.exit} leaves --greedy {self.greedy} nothing to decide; "
+                "for the likeliest token of that exit use --temperature 0"
+            )
+        is_routed = self.exit is None and self.greedy != "router"
+        if self.router_temperature != 1 and not is_routed:
+            other = "--greedy router" if self.exit is None else f"--exit {self.exit}"
+            raise PromptError(
+                f"--router-temperature {self.router_temperature:g} acts where the exit is drawn "
+                f"from the routers, which {other} does not do; leave one of them out"
+            )
+        default = 0.0 if self.greedy else 1.0
+        sampling = SamplingParams(
+            temperature=default if self.temperature is None else self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            filter_scope=self.filter_scope,
+        )
+        if self.greedy == "router":
+            return sampling, RouterGreedy()
+        if self.exit is not None:
+            return sampling, FixedExit(exit_index=self.exit - 1)
+        return sampling, SampledRouter(temperature=self.router_temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """Measure the perplexity of a text, per token, word and byte.
+
+    One pass gives the mixture (the model), each early exit alone and the final exit alone. BOS
+    starts every document; its end is not scored. A training checkpoint is converted in memory.
+
+    nvium eval bundles/debug --text held_out.jsonl --window 1024 --stride 512 --tokens 5000000
+    """
+
+    bundle: tyro.conf.Positional[Path]
+    """A bundle from nvium export; or a step-N folder, or a run's folder: then its newest step."""
+
+    text: Path
+    """A .jsonl of documents, one a row, or any other text file: one document."""
+
+    text_column: str = "text"
+    """The key of a row that holds its text."""
+
+    tokens: int | None = None
+    """Score the first N tokens; default: all."""
+
+    window: int | None = None
+    """Most tokens that a prediction is conditioned on; default: the model's context."""
+
+    stride: int | None = None
+    """Tokens each further window scores, with at least window - stride before; default: window."""
+
+    batch_size: int = 1
+    """Windows handed to the engine at once; changes no result."""
+
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type to compute in; sums are float64."""
+
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+
+    json: bool = False
+    """Print one JSON object."""
+
+    def run(self) -> None:
+        """Score and print."""
+        from nvium_titan.decode import Engine
+        from nvium_titan.eval.perplexity import encode_documents, evaluate, read_documents
+
+        model = _load(self.bundle, dtype=self.dtype, device=self.device)
+        documents = encode_documents(
+            read_documents(self.text, text_column=self.text_column),
+            model.tokenizer,
+            max_tokens=self.tokens,
+        )
+        total = sum(len(document.token_ids) - 1 for document in documents)
+        with _progress("tokens scored", total=total) as report:
+            result = evaluate(
+                Engine(model.params),
+                model.tokenizer,
+                documents,
+                window=self.window,
+                stride=self.stride,
+                batch_size=self.batch_size,
+                on_progress=report,
+            )
+        if self.json:
+            settings = {
+                "model": str(model.path),
+                "text": str(self.text),
+                "dtype": self.dtype,
+                "device": self.device,
+            }
+            print(json.dumps({**settings, **asdict(result)}))
+        else:
+            print(_perplexities(result))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +452,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         command: Any = tyro.cli(
-            Train | Export | Import | Generate | Info,
+            Train | Export | Import | Generate | Eval | Info,
             args=words,
             config=(tyro.conf.FlagCreatePairsOff,),
             prog="nvium",
@@ -333,11 +478,62 @@ def _rows(values: dict[str, int], unit: float, suffix: str, *, digits: int = 2) 
     )
 
 
-def _report(result: GenerationResult) -> dict[str, Any]:
+def _load(path: Path, *, dtype: str, device: str) -> LoadedModel:
+    import torch
+
+    from nvium_titan.convert.load import load_model
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise PromptError(f"--device {device}: torch sees no CUDA GPU here; use cpu")
+    return load_model(path, dtype=getattr(torch, dtype), device=device)
+
+
+@contextmanager
+def _progress(title: str, *, total: int) -> Iterator[Callable[[int], None]]:
+    """Give a function that takes what is done; a bar appears on stderr after five seconds."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(console=Console(stderr=True), transient=True)
+    task = bar.add_task(title, total=total)
+    start = time.monotonic()
+
+    def report(done: int) -> None:
+        bar.update(task, completed=done)
+        if not bar.live.is_started and time.monotonic() - start > _BAR_AFTER_S:
+            bar.start()
+
+    try:
+        yield report
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def _perplexities(result: PerplexityResult) -> str:
+    names = ("token", "word", "byte")
+    lines = [f"{'perplexity per':16}" + "".join(f"{name:>12}" for name in names)]
+    for mode in result.modes:
+        values = [getattr(mode, f"{name}_perplexity") for name in names]
+        shown = (f"{value:12.6g}" if value is not None else f"{'-':>12}" for value in values)
+        lines.append(f"{mode.mode:16}" + "".join(shown))
+    start = "after BOS" if result.starts_with_bos else "no BOS: first token of each unscored"
+    counts = (result.num_tokens, result.num_words, result.num_bytes)
+    lines += [
+        f"{'counts':16}" + "".join(f"{count:12}" for count in counts),
+        f"{'exit shares':16}" + "".join(f"{share:12.3f}" for share in result.exit_shares),
+        f"window {result.window}, stride {result.stride}, documents {result.num_documents} "
+        f"({start}; EOS not scored)",
+    ]
+    return "\n".join(lines)
+
+
+def _report(result: GenerationResult, *, num_layers: int) -> dict[str, Any]:
     stats = result.stats
     figures = {
         "mean_group_size": stats.mean_group_size,
         "layers_per_token": stats.layers_per_token,
+        "layers_saved": 1 - stats.layers_per_token / num_layers,
         "ttft_ms": 1000 * stats.ttft_s,
         "tokens_per_s": stats.tokens_per_s,
     }
@@ -347,6 +543,7 @@ def _report(result: GenerationResult) -> dict[str, Any]:
         "token_ids": result.token_ids,
         "exits": [index + 1 for index in result.exit_indices],
         "exit_shares": [count / stats.num_new_tokens for count in result.exit_counts],
+        "certified_early": result.certified_early,
         "finish_reason": result.finish_reason,
         "num_prompt_tokens": stats.num_prompt_tokens,
         "num_new_tokens": stats.num_new_tokens,
@@ -355,7 +552,24 @@ def _report(result: GenerationResult) -> dict[str, Any]:
     }
 
 
+def _log_probs(result: GenerationResult) -> list[dict[str, Any]]:
+    """Return a row per token; `path` is leaving at the exit and drawing the token there."""
+    rows = zip(
+        result.exit_indices,
+        result.log_exits or (),
+        result.log_probs or (),
+        result.log_mix or (),
+        strict=True,
+    )
+    return [
+        {"exit": index + 1, "exit_prob": p, "token_at_exit": pi, "path": p + pi, "mixture": mix}
+        for index, p, pi, mix in rows
+    ]
+
+
 def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, float):
         return f"{value:.2f}"
     return " ".join(map(_shown, value)) if isinstance(value, list) else str(value)

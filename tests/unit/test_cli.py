@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ def test_help_names_every_subcommand(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    assert "{train,export,generate,info}" in shown
+    names = re.search(r"\{([a-z,]+)\}", shown)[1].split(",")
+    assert {"train", "export", "import", "generate", "info"} <= set(names)
 
 
 def test_info_prints_the_papers_numbers_as_json(capsys):
@@ -77,9 +79,15 @@ def test_generate_streams_the_text_it_reports(bundle, capsys, monkeypatch):
 def test_generate_prints_its_figures_to_stderr(bundle, capsys):
     words = ["generate", str(bundle), "--prompt", "a", "--max-new-tokens", "5", "--stats"]
     assert cli.main(words) == 0
-    figures = dict(line.split(maxsplit=1) for line in capsys.readouterr().err.splitlines())
-    assert set(figures) == set(cli._STATS)
+    figures = {line[:24].strip(): line[24:] for line in capsys.readouterr().err.splitlines()}
+    assert len(figures) == len(cli._STATS)
     assert figures["law"] == "exact mixture"
+    assert figures["tokens certified early"] == "-"
+    assert cli.main([*words, "--temperature", "0"]) == 0
+    figures = {line[:24].strip(): line[24:] for line in capsys.readouterr().err.splitlines()}
+    assert 0 <= float(figures["tokens certified early"]) <= 1
+    assert figures["law"] == "exact mixture, argmax (certified)"
+    assert 0 <= float(figures["layers_saved"]) < 1
 
 
 def test_a_single_token_has_no_rate(bundle, capsys):
