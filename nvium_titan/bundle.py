@@ -116,7 +116,7 @@ def write_bundle(
     found = {
         name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()
     }
-    _check_tensors(found, config, source="the model to export")
+    check_tensors(found, config, source="the model to export")
     _check_replaceable(target)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
@@ -163,7 +163,7 @@ def read_bundle(directory: Path | str) -> Bundle:
         )
     config = BundleConfig.from_json(read_json(path / CONFIG_FILE), source=str(path / CONFIG_FILE))
     files, found = read_headers(path)
-    _check_tensors(found, config, source=str(path))
+    check_tensors(found, config, source=str(path))
     vocab_size = record.get("tokenizer", {}).get("vocab_size")
     if not isinstance(vocab_size, int) or not isinstance(record.get("provenance"), dict):
         raise BundleError(
@@ -179,9 +179,19 @@ def read_bundle(directory: Path | str) -> Bundle:
     )
 
 
-def _check_tensors(
+def check_tensors(
     found: Mapping[str, tuple[tuple[int, ...], str]], config: BundleConfig, *, source: str
 ) -> None:
+    """Check that tensors are exactly those of a configuration.
+
+    Args:
+        found: Shape and type of each tensor, as from `read_headers`.
+        config: The configuration.
+        source: Where they are, for the message.
+
+    Raises:
+        BundleError: If a tensor is missing, extra, or of another shape or type.
+    """
     expected = expected_tensors(config)
     faults = []
     for what, names in (

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from nvium_titan import __version__
-from nvium_titan.errors import BundleError, NviumError, PromptError
+from nvium_titan.errors import BundleError, ConfigError, NviumError, PromptError
 
 if TYPE_CHECKING:
     from nvium_titan.convert.load import LoadedModel
@@ -111,26 +111,67 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Turn a checkpoint of the N-vium authors' code into a bundle.
+    """Turn a Hugging Face LLaMA or a checkpoint of the N-vium authors' code into a bundle.
+
+    nvium import LLAMA_FOLDER --out bundles/dense
+
+    nvium import LLAMA_FOLDER --out bundles/grown --exits 6,12,18
 
     nvium import CHECKPOINT --out bundles/theirs --tokenizer TOKENIZER
     """
 
     checkpoint: tyro.conf.Positional[Path]
-    """The folder that holds model.safetensors and config.json."""
+    """The folder with config.json and model.safetensors (or shards); the authors' is told by its
+    exp_config.json or .hydra/config.yaml."""
 
     out: Path
     """Bundle to write, whole or not at all; an older bundle there is replaced."""
 
+    exits: str | None = None
+    """Grow junctions on a pretrained LLaMA after these layers, such as 6,12,18: the final exit's
+    logits stay the same to the bit, the routers start near "continue" (w = 0.018)."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type to convert a LLaMA to; default: as stored."""
+
     tokenizer: str | None = None
     """Tokenizer to put in: "byte", a folder or a file; default: the one in the folder."""
 
-    def run(self) -> None:
-        """Write the bundle."""
-        from nvium_titan.convert.reference import import_reference
+    seed: int = 0
+    """Seeds the random part of grown junctions."""
 
-        import_reference(self.checkpoint, self.out, tokenizer=self.tokenizer)
+    def run(self) -> None:
+        """Write the bundle; list what is new in it and the tables that train it.
+
+        Raises:
+            BundleError: If --exits or --dtype are given for the authors' format.
+            ConfigError: If --exits is not a list of numbers.
+        """
+        from nvium_titan.convert.hf import import_hf, training_tables
+        from nvium_titan.convert.reference import find_experiment, import_reference
+
+        if find_experiment(self.checkpoint) is not None:
+            if self.exits is not None or self.dtype is not None:
+                raise BundleError(
+                    f"{self.checkpoint} is a checkpoint of the authors' code: it has exits and "
+                    "keeps its type (no --exits, no --dtype)"
+                )
+            import_reference(self.checkpoint, self.out, tokenizer=self.tokenizer)
+            print(f"imported {self.checkpoint} to {self.out}")
+            return
+        try:
+            exits = [int(word) for word in (self.exits or "").replace(",", " ").split()]
+        except ValueError as error:
+            raise ConfigError(f"--exits {self.exits}: must be numbers, such as 6,12,18") from error
+        new = import_hf(
+            self.checkpoint, self.out,
+            exits=exits, dtype=self.dtype, tokenizer=self.tokenizer, seed=self.seed,
+        )  # fmt: skip
         print(f"imported {self.checkpoint} to {self.out}")
+        if new:
+            print(f"{len(new)} new tensors, to be trained; the others are as they were:")
+            print("\n".join(f"  {name} {list(shape)}" for name, shape in new.items()))
+            print(f"\nto train it, put into the TOML file:\n\n{training_tables(self.out)}", end="")
 
 
 @dataclass(frozen=True, kw_only=True)
