@@ -21,6 +21,7 @@ from nvium_titan.bundle import (
     WEIGHTS_FILE,
     Bundle,
     BundleConfig,
+    check_tensors,
     read_bundle,
     read_headers,
     read_json,
@@ -75,14 +76,14 @@ def import_reference(
     folder = Path(directory)
     experiment = _read_experiment(folder)
     files, headers = read_headers(folder)
+    _, dtype = next(iter(headers.values()), ((), "none"))
+    config = _bundle_config(read_json(folder / CONFIG_FILE), experiment, dtype, source=str(folder))
+    check_tensors({_plain(n): h for n, h in headers.items()}, config, source=str(folder))
     tensors = {
-        # torch.compile puts the prefix in front of every name.
-        name.removeprefix("_orig_mod."): tensor
+        _plain(name): tensor
         for file in sorted(set(files.values()))
         for name, tensor in load_file(folder / file).items()
     }
-    _, dtype = next(iter(headers.values()), ((), "none"))
-    config = _bundle_config(read_json(folder / CONFIG_FILE), experiment, dtype, source=str(folder))
     write_bundle(
         out,
         config=config,
@@ -133,6 +134,10 @@ def export_reference(bundle: Bundle | Path | str, out: Path | str) -> None:
         raise BundleError(f"{target}: cannot write the checkpoint: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("_orig_mod.")  # which torch.compile puts in front of every name
 
 
 def _read_experiment(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""The authors' checkpoints in tests/data/golden, as bundles and as training models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from torch import Tensor
+from torchtitan.models.common import ComplexRoPE
+
+from nvium_titan.bundle import Bundle, BundleConfig, read_bundle
+from nvium_titan.convert.layout import to_native
+from nvium_titan.convert.reference import import_reference
+from nvium_titan.flops import ModelDims
+from nvium_titan.model import model_spec
+from nvium_titan.model.model import NviumModel
+
+MODELS = ("nvium_mha", "nvium_gqa", "nvium_uneven")
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def save_word_tokenizer(folder: Path, *, num_ids: int = 256) -> Path:
+    """Write a tokenizer.json of `num_ids` words: the golden models have none of their own."""
+    words = {f"w{index}": index for index in range(num_ids)}
+    path = folder / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(path))
+    return path
+
+
+def import_golden(folder: Path, scratch: Path) -> Bundle:
+    import_reference(folder, scratch / folder.name, tokenizer=str(save_word_tokenizer(scratch)))
+    return read_bundle(scratch / folder.name)
+
+
+def dims_of(config: BundleConfig) -> ModelDims:
+    return ModelDims(
+        vocab_size=config.vocab_size,
+        dim=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        ffn_dim=config.intermediate_size,
+        rope_theta=config.rope_theta,
+        norm_eps=config.rms_norm_eps,
+        max_seq_len=config.max_position_embeddings,
+        tie_embeddings=config.tie_word_embeddings,
+        exit_layers=config.exit_layers,
+        router_dim=config.router_dim,
+        adapter_dim=config.adapter_dim,
+    )
+
+
+def training_model(config: BundleConfig, tensors: dict[str, Tensor]) -> NviumModel:
+    """Build the model that is trained, of the tensors' type, from a bundle's tensors."""
+    dims = dims_of(config)
+    model = model_spec(dims, flavor="test").model.build()
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    native = to_native(tensors, dims)
+    if native["lm_head.weight"].dtype == torch.float64:
+        model.double()
+        for module in model.modules():
+            if isinstance(module, ComplexRoPE):
+                module.cache = _double_cache(dims)
+    model.load_state_dict(native)
+    return model
+
+
+def _double_cache(dims: ModelDims) -> Tensor:
+    exponent = torch.arange(0, dims.head_dim, 2, dtype=torch.float64) / dims.head_dim
+    position = torch.arange(dims.max_seq_len, dtype=torch.float64)
+    angle = torch.outer(position, dims.rope_theta**-exponent)
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def rotate_in_double(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Do what `ComplexRoPE.apply_rotary_emb` does, without its cast to float32."""
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * rope_cache).flatten(3)
+
+    return rotated(query), rotated(key)
