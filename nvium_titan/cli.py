@@ -535,7 +535,7 @@ def _progress(title: str, *, total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    bar = Progress(console=Console(stderr=True), transient=True)
+    bar = Progress(console=Console(stderr=True))
     task = bar.add_task(title, total=total)
     start = time.monotonic()
 
