@@ -10,7 +10,13 @@ import torch
 
 from nvium_titan.bundle import read_bundle
 from nvium_titan.convert.export import export_checkpoint
-from tests.helpers.runs import rows_of, train_here, train_under_torchrun, write_toml
+from tests.helpers.runs import (
+    assert_evaluates_alike,
+    rows_of,
+    train_here,
+    train_under_torchrun,
+    write_toml,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -92,3 +98,15 @@ def test_num_01_a_rank_without_valid_labels_changes_nothing(tmp_path: Path) -> N
     for key in a:
         assert b[key].isfinite().all()
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=2e-5)
+
+
+@pytest.mark.cases
+def test_evl_07_a_checkpoint_of_two_processes_scores_as_its_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passed(write_toml(tmp_path, training={"steps": 2}, checkpoint={"interval": 2}))
+    step = tmp_path / "run" / "checkpoint" / "step-2"
+    export_checkpoint(step, tmp_path / "bundle")
+    assert_evaluates_alike(
+        (step, tmp_path / "run", tmp_path / "bundle"), tmp_path / "text.jsonl", capsys
+    )

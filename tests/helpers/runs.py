@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import tomli_w
 
-from nvium_titan import train
+from nvium_titan import cli, train
 from nvium_titan.results import MetricsRow, read_metrics
 
 LINE = "the quick brown fox jumps over the lazy dog, and {n} more dogs look on.\n"
@@ -88,3 +89,20 @@ def train_under_torchrun(
 def rows_of(run: Path, split: str = "train") -> list[MetricsRow]:
     """Return the logged rows of one split."""
     return [row for row in read_metrics(run / "metrics.jsonl") if row.split == split]
+
+
+def assert_evaluates_alike(
+    models: Sequence[Path], text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check that `nvium eval` gives every model the same numbers, to the bit."""
+    results = []
+    for model in models:
+        capsys.readouterr()
+        words = ["eval", str(model), "--text", str(text), "--window", "48", "--stride", "32"]
+        assert cli.main([*words, "--tokens", "500", "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        del result["model"]
+        results.append(result)
+    assert results[0]["num_tokens"] == 500
+    assert len({mode["log_likelihood"] for mode in results[0]["modes"]}) > 2
+    assert all(result == results[0] for result in results[1:])
