@@ -178,9 +178,9 @@ class Import:
 class Generate:
     """Continue a prompt with a trained model; the new text goes to stdout as it is sampled.
 
-    By default every token is an exact sample of the mixture of exits. Temperature, filters,
-    --greedy, --exit and --router-temperature change the law; --stats and --json name the law that
-    was sampled. A training checkpoint is converted in memory; nothing is written.
+    By default every token is an exact sample of the mixture of exits. Temperature, filters, greedy,
+    a forced exit and a router temperature change the law; --stats and --json name it. A training
+    checkpoint is converted in memory; nothing is written.
 
     nvium generate bundles/debug --prompt "The Python " --max-new-tokens 200 --stats
     """
