@@ -40,6 +40,7 @@ before = switches()
 import nvium_titan.core.mixture, nvium_titan.core.objective
 import nvium_titan.decode
 import nvium_titan.bundle
+import nvium_titan.convert.load, nvium_titan.eval.perplexity
 assert before == switches()
 assert not torch.cuda.is_initialized()
 assert not [name for name in sys.modules if name.split(".")[0] in ("torchtitan", "transformers")]

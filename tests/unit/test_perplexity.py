@@ -197,6 +197,19 @@ def test_what_has_no_count_or_overflows_has_no_perplexity() -> None:
     assert long.word_perplexity is None
 
 
+def test_without_a_start_token_the_first_token_is_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "bos_id", None)
+    model = write_model(tmp_path / "bundle", lively_tensors(CONFIG))
+    text = write_rows(tmp_path / "five.jsonl")
+    assert cli.main(["eval", str(model), "--text", str(text)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    num_bytes = sum(len(document.encode()) for document in DOCUMENTS)
+    assert shown[5].split() == ["counts", str(num_bytes - 5), "50", str(num_bytes)]
+    assert "(no BOS: first token of each unscored; EOS not scored)" in shown[-1]
+
+
 def test_documents_are_rows_or_whole_files(tmp_path: Path) -> None:
     assert list(read_documents(write_rows(tmp_path / "five.jsonl"))) == list(DOCUMENTS)
     whole = tmp_path / "whole.txt"
