@@ -23,6 +23,7 @@ from nvium_titan.errors import CheckpointError, ConfigError, NviumError
 if TYPE_CHECKING:
     from torchtitan.components.checkpointer import CheckpointManager
 
+    from nvium_titan.flops import ModelDims
     from nvium_titan.trainer import NviumTrainer
 
 USAGE = """usage: [torchrun ...] -m nvium_titan.train --config-file FILE.toml [--section.key value]
@@ -88,15 +89,17 @@ def check_inputs(config: NviumTrainer.Config) -> None:
 
     Raises:
         CheckpointError: If the checkpoint to start from is missing.
+        BundleError: If the bundle to start from is damaged or holds another model.
         TokenizerError: If the tokenizer cannot be read or does not fit the vocabulary.
         DataError: If the training or validation data is missing, empty or malformed.
     """
     from nvium_titan.data.datasets import TextDataLoader
     from nvium_titan.tokenizer import check_vocabulary
 
-    _check_checkpoint(config.checkpoint, Path(config.dump_folder))
+    dims = config.model_spec.model.dims
+    _check_checkpoint(config.checkpoint, Path(config.dump_folder), dims)
     tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
-    check_vocabulary(tokenizer, config.model_spec.model.vocab_size)
+    check_vocabulary(tokenizer, dims.vocab_size)
     loaders = [config.dataloader]
     if config.validator.enable:
         loaders.append(config.validator.dataloader)
@@ -105,7 +108,11 @@ def check_inputs(config: NviumTrainer.Config) -> None:
             loader.check(tokenizer)
 
 
-def _check_checkpoint(checkpoint: CheckpointManager.Config, dump_folder: Path) -> None:
+def _check_checkpoint(
+    checkpoint: CheckpointManager.Config, dump_folder: Path, dims: ModelDims
+) -> None:
+    from nvium_titan.convert.hf import check_loadable
+
     # Random weights must never train where a checkpoint was asked for and is not there.
     path, step = checkpoint.initial_load_path, checkpoint.load_step
     if not checkpoint.enable:
@@ -129,6 +136,8 @@ def _check_checkpoint(checkpoint: CheckpointManager.Config, dump_folder: Path) -
                 f"[checkpoint] initial_load_path={path!r}: no {pattern} in it; "
                 f"{_steps_in(Path(path))}"
             )
+        if checkpoint.initial_load_in_hf:
+            check_loadable(path, dims)
 
 
 def _steps_in(folder: Path) -> str:

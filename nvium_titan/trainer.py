@@ -29,7 +29,7 @@ from nvium_titan.flavors import flavor_dims, router_dim_of
 from nvium_titan.flops import ModelDims
 from nvium_titan.loss import MixtureLoss
 from nvium_titan.metrics import NviumMetricsProcessor
-from nvium_titan.model import model_spec
+from nvium_titan.model import Trainable, model_spec
 from nvium_titan.optimizer import AdamW, LRSchedule, OptimizerConfig
 from nvium_titan.tokenizer import check_vocabulary
 from nvium_titan.validator import NviumValidator
@@ -77,6 +77,9 @@ class NviumTable:
     """Width of the routers' bottleneck; default 0.66 dim, rounded up to a multiple of 8."""
     adapter_dim: int | None = None
     """Width of the adapters; default dim; 0 with num_exits = 1: no adapter, the plain Llama."""
+    trainable: Trainable = "all"
+    """"junctions" trains only the norm, router and adapter of every early exit; the layers and the
+    final exit stay as they were loaded, to the bit."""
 
 
 def resolve_dims(model: ModelTable, nvium: NviumTable) -> ModelDims:
@@ -192,11 +195,27 @@ class NviumTrainer(Trainer):
                     f"[training] seq_len={self.training.seq_len}: the model is declared for "
                     f"max_seq_len={dims.max_seq_len}; raise [model] max_seq_len or lower it"
                 )
+            if self.nvium.trainable == "junctions":
+                self._check_frozen(dims)
             if isinstance(self.lr_scheduler, LRSchedule.Config):
                 self.lr_scheduler.resolve(self.training.steps)
             # The slot is torchtitan's, whose classes are untyped.
-            self.model_spec = model_spec(dims, flavor=self.model.flavor)  # type: ignore[misc]
+            self.model_spec = model_spec(  # type: ignore[misc]
+                dims, flavor=self.model.flavor, trainable=self.nvium.trainable
+            )
             Trainer.Config.__post_init__(self)
+
+        def _check_frozen(self, dims: ModelDims) -> None:
+            if not dims.exit_layers:
+                raise ConfigError(
+                    '[nvium] trainable="junctions": the model has no early exit; give exit_layers'
+                )
+            if self.parallelism.pipeline_parallel_degree > 1:
+                # A stage without a junction would have nothing to train.
+                raise ConfigError(
+                    '[nvium] trainable="junctions" does not go with [parallelism] '
+                    f"pipeline_parallel_degree={self.parallelism.pipeline_parallel_degree}"
+                )
 
         def resolved(self) -> NviumTrainer.Config:
             """Return the same settings with every number of the model written out."""
@@ -210,6 +229,7 @@ class NviumTrainer(Trainer):
                     exit_layers=list(dims.exit_layers),
                     router_dim=dims.router_dim,
                     adapter_dim=dims.adapter_dim,
+                    trainable=self.nvium.trainable,
                 ),
             )
 

@@ -32,6 +32,7 @@ from nvium_titan.bundle_config import CONFIG_FILE, DTYPES
 from nvium_titan.errors import BundleError, ConfigError
 from nvium_titan.exit_plan import ExitPlan
 from nvium_titan.flavors import router_dim_of
+from nvium_titan.flops import ModelDims
 from nvium_titan.tokenizer import load_tokenizer
 
 NEW_ROUTER_LOGIT = -4.0
@@ -59,6 +60,7 @@ _MODEL_KEYS = {
     "max_seq_len": "max_position_embeddings",
     "tie_embeddings": "tie_word_embeddings",
 }
+_NVIUM_KEYS = ("exit_layers", "router_dim", "adapter_dim")
 # A buffer that old checkpoints carry; it is computed, not learned.
 _BUFFER_SUFFIX = ".rotary_emb.inv_freq"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -235,14 +237,41 @@ def training_tables(bundle: Path | str) -> str:
     path = Path(bundle).resolve()
     config = read_hf(path).config
     model = {key: getattr(config, name) for key, name in _MODEL_KEYS.items()}
-    nvium = {
-        "exit_layers": list(config.exit_layers),
-        "router_dim": config.router_dim,
-        "adapter_dim": config.adapter_dim,
-    }
+    nvium = {key: getattr(config, key) for key in _NVIUM_KEYS}
     checkpoint = {"enable": True, "initial_load_path": str(path), "initial_load_in_hf": True}
     tables = {"model": model, "nvium": nvium, "checkpoint": checkpoint}
     return tomli_w.dumps({"hf_assets_path": str(path), **tables})
+
+
+def check_loadable(directory: Path | str, dims: ModelDims) -> None:
+    """Check that a training run of these dimensions can start from a folder of transformers.
+
+    Args:
+        directory: As `read_hf`; a bundle is one.
+        dims: The model that is to be trained.
+
+    Raises:
+        BundleError: As `read_hf`; if the folder holds a model of other dimensions.
+    """
+    config = read_hf(directory, dtype="float32").config  # loading converts to the type of training
+    if config.is_plain_llama and dims.exit_layers:
+        shown = ",".join(map(str, dims.exit_layers))
+        raise BundleError(
+            f"{directory}: a dense model, but [nvium] asks for exit_layers="
+            f"{list(dims.exit_layers)}; grow the junctions first and load what this writes: "
+            f"nvium import {directory} --out BUNDLE --exits {shown}"
+        )
+    pairs = {
+        key: (getattr(dims, key), getattr(config, name))
+        for key, name in (_MODEL_KEYS | {key: key for key in _NVIUM_KEYS}).items()
+        if key != "max_seq_len"  # a limit of the run, not of the weights
+    }
+    other = [f"{key}={ours}, there {its}" for key, (ours, its) in pairs.items() if ours != its]
+    if other:
+        raise BundleError(
+            f"{directory}: another model than the settings say: {'; '.join(other)}; "
+            "fix [model] and [nvium]"
+        )
 
 
 def _new_tensor(
@@ -254,10 +283,11 @@ def _new_tensor(
         return torch.ones(shape)
     if name.startswith("router_heads.") and name.endswith("bias"):
         return torch.tensor([0.0, NEW_ROUTER_LOGIT])
-    is_router = name.startswith("router_layers.")
-    if len(shape) == 1 or not (is_router or name.endswith(".0.weight")):
+    is_adapter = name.startswith(("early_adapters.", "final_adapter."))
+    is_input = name.endswith(".0.weight")
+    if len(shape) == 1 or name.startswith("router_heads.") or (is_adapter and not is_input):
         return torch.zeros(shape)
-    std = 0.02 if is_router else 1 / math.sqrt(shape[1])
+    std = 1 / math.sqrt(shape[1]) if is_adapter else 0.02
     return std * torch.randn(shape, generator=generator)
 
 

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.model_spec import ModelSpec
 
 from nvium_titan.flavors import flavor_dims
 from nvium_titan.flops import ModelDims
 from nvium_titan.model.build import build_model_config
-from nvium_titan.model.parallelize import parallelize_nvium
+from nvium_titan.model.parallelize import parallelize_junctions, parallelize_nvium
 from nvium_titan.model.state_dict_adapter import NviumStateDictAdapter
 
-__all__ = ["model_registry", "model_spec"]
+__all__ = ["Trainable", "model_registry", "model_spec"]
+
+Trainable = Literal["all", "junctions"]
 
 
-def model_spec(dims: ModelDims, *, flavor: str) -> ModelSpec:
+def model_spec(dims: ModelDims, *, flavor: str, trainable: Trainable = "all") -> ModelSpec:
     """Return torchtitan's spec of a shape.
 
     Args:
         dims: The numbers.
         flavor: The name that logs and checkpoints show.
+        trainable: What is trained: everything, or the junctions alone.
     """
     return ModelSpec(
         name="nvium",
         flavor=flavor,
         model=build_model_config(dims),
-        parallelize_fn=parallelize_nvium,
+        parallelize_fn=parallelize_nvium if trainable == "all" else parallelize_junctions,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None,
         state_dict_adapter=NviumStateDictAdapter,

@@ -26,6 +26,23 @@ def parallelize_nvium(model: nn.Module, **kwargs: Any) -> nn.Module:
     return model
 
 
+def parallelize_junctions(model: nn.Module, **kwargs: Any) -> nn.Module:
+    """Apply `parallelize_nvium`, then freeze all but the junctions of a model part.
+
+    The final exit is frozen with the layers: it stays what it was, to the bit. FSDP2 takes units
+    in which only some parameters are trained.
+
+    Args:
+        model: As `parallelize_nvium`.
+        **kwargs: As `parallelize_nvium`.
+    """
+    model = parallelize_nvium(model, **kwargs)
+    # Not before: distributing the parameters makes new ones.
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("junction" in name.split("."))
+    return model
+
+
 def _runs_on_cpu() -> bool:
     from torchtitan.tools.utils import device_type
 

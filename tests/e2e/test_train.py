@@ -33,6 +33,7 @@ def test_a_run_leaves_its_settings_metrics_and_checkpoints(tmp_path: Path) -> No
     assert settings["model"]["num_layers"] == 4
     assert settings["nvium"] == {
         "num_exits": 3, "exit_layers": [1, 3], "router_dim": 24, "adapter_dim": 32,
+        "trainable": "all",
     }  # fmt: skip
     assert sorted(p.name for p in (run / "checkpoint").iterdir()) == ["step-3", "step-6"]
     assert list((run / "tb").rglob("events.*"))
