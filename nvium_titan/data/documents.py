@@ -232,8 +232,8 @@ def _refuse_useless(file: Path, store: Store, text_column: str) -> None:
     if first is not None:
         raise DataError(
             f"{file}: none of its {len(store)} rows has text under {text_column!r}; the first: "
-            f"{first.place}: {first.reason}; fix the file or text_column "
-            "([dataloader] text_column, --text-column)"
+            f"{first.place}: {first.reason}; fix [dataloader] text_column "
+            "(in nvium eval: --text-column) or the file"
         )
 
 
