@@ -159,6 +159,7 @@ class ByteTokenizer(_Base):
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": BYTE_BOS,
             "eos_token": BYTE_EOS,
+            "model_input_names": ["input_ids", "attention_mask"],
             "clean_up_tokenization_spaces": False,
         }
         _write_config(directory, kind=self.kind, base=base)

@@ -228,6 +228,8 @@ def grow_junctions(
 def training_tables(bundle: Path | str) -> str:
     """Return the TOML tables that train a bundle: its dimensions and where its weights are.
 
+    With early exits they train the junctions alone; `trainable = "all"` trains everything.
+
     Args:
         bundle: A bundle or a folder of transformers.
 
@@ -238,6 +240,8 @@ def training_tables(bundle: Path | str) -> str:
     config = read_hf(path).config
     model = {key: getattr(config, name) for key, name in _MODEL_KEYS.items()}
     nvium = {key: getattr(config, key) for key in _NVIUM_KEYS}
+    if config.exit_layers:
+        nvium["trainable"] = "junctions"
     checkpoint = {"enable": True, "initial_load_path": str(path), "initial_load_in_hf": True}
     tables = {"model": model, "nvium": nvium, "checkpoint": checkpoint}
     return tomli_w.dumps({"hf_assets_path": str(path), **tables})

@@ -52,7 +52,7 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
 def test_ckp_07_junctions_train_on_a_frozen_backbone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    toml = grown_run(tmp_path, trainable="junctions")
+    toml = grown_run(tmp_path)
     listed = capsys.readouterr().out
     before = read_bundle(tmp_path / "grown").load_tensors()
     plain = load_file(tmp_path / "llama" / "model.safetensors")
@@ -76,7 +76,7 @@ def test_ckp_07_junctions_train_on_a_frozen_backbone(
 
 
 def test_everything_trains_if_asked(tmp_path: Path) -> None:
-    toml = grown_run(tmp_path)
+    toml = grown_run(tmp_path, trainable="all")
     assert train_here(toml) == 0
     before = read_bundle(tmp_path / "grown").load_tensors()
     assert changed(before, tensors_after(tmp_path / "run", 3, tmp_path / "trained")) == set(before)
@@ -84,7 +84,7 @@ def test_everything_trains_if_asked(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_two_processes_freeze_the_same_backbone(tmp_path: Path) -> None:
-    toml = grown_run(tmp_path, trainable="junctions")
+    toml = grown_run(tmp_path)
     done = train_under_torchrun(toml, num_processes=2)
     assert done.returncode == 0, done.stderr
     before = read_bundle(tmp_path / "grown").load_tensors()
@@ -94,7 +94,7 @@ def test_two_processes_freeze_the_same_backbone(tmp_path: Path) -> None:
 
 
 def test_a_bfloat16_bundle_starts_float32_training(tmp_path: Path) -> None:
-    toml = grown_run(tmp_path, trainable="junctions")
+    toml = grown_run(tmp_path)
     command = ["import", str(tmp_path / "llama"), "--out", str(tmp_path / "grown")]
     assert main([*command, "--exits", "1,2,3", "--dtype", "bfloat16"]) == 0
     before = read_bundle(tmp_path / "grown").load_tensors(dtype=torch.float32)
@@ -149,12 +149,11 @@ def test_ckp_07_a_plain_checkpoint_is_sent_to_import(
         (["--model.rope_theta", "5e5"], "rope_theta=500000.0, there 10000.0; fix [model]"),
         (["--nvium.exit_layers", "1,2", "--nvium.num_exits", "3"], "exit_layers=(1, 2), there (1"),
         (
-            ["--nvium.exit_layers", "[]", "--nvium.num_exits", "1", "--nvium.adapter_dim", "0",
-             "--nvium.trainable", "junctions"],
+            ["--nvium.exit_layers", "[]", "--nvium.num_exits", "1", "--nvium.adapter_dim", "0"],
             "the model has no early exit",
         ),
         (
-            ["--nvium.trainable", "junctions", "--parallelism.pipeline_parallel_degree", "2"],
+            ["--parallelism.pipeline_parallel_degree", "2"],
             "does not go with [parallelism] pipeline_parallel_degree=2",
         ),
         (["--nvium.trainable", "junction"], "trainable"),

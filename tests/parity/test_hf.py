@@ -247,7 +247,7 @@ model, report = AutoModelForCausalLM.from_pretrained(
 )
 assert not any(report.values()), report
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-batch = tokenizer("hi", return_tensors="pt", return_token_type_ids=False)
+batch = tokenizer("hi", return_tensors="pt")
 new = model.generate(
     **batch, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=257
 )
