@@ -135,8 +135,8 @@ class MixtureLoss(BaseLoss):
             **kwargs: The trainer's other inputs; not used.
 
         Returns:
-            The loss, 0-dim float32, nats/token (nats without `global_valid_tokens`), and an empty
-            dict: figures are added to `self.sums`.
+            The loss, 0-dim, at least float32, nats/token (nats without `global_valid_tokens`), and
+            an empty dict: figures are added to `self.sums`.
         """
         del kwargs
         assert self.lm_head is not None, "bind() attaches the head before the first step"

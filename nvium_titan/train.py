@@ -180,8 +180,8 @@ def run(config: NviumTrainer.Config) -> None:
     finally:
         trainer.close()
     torch.distributed.destroy_process_group()
-    if trainer.stop_signal is not None:
-        raise Interrupted(trainer.stop_signal)
+    if trainer.stopped_by is not None:
+        raise Interrupted(trainer.stopped_by)
 
 
 class Interrupted(Exception):  # noqa: N818  (it is no error)
@@ -206,10 +206,12 @@ def _build(config: NviumTrainer.Config) -> NviumTrainer:
 @contextmanager
 def _stops_on_signals(trainer: NviumTrainer) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end training after the step at hand; a second one ends it at once."""
+    received: list[int] = []
 
     def handle(number: int, _frame: object) -> None:
-        if trainer.stop_signal is not None:
+        if received:
             raise KeyboardInterrupt
+        received.append(number)
         trainer.request_stop(number)
 
     saved = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -223,7 +225,8 @@ def _stops_on_signals(trainer: NviumTrainer) -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code.
 
-    0 done, 1 failed, 2 wrong use, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
+    0 done, 1 failed, 2 wrong use, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM). torchrun
+    shows these in its report and ends with a code of its own.
 
     Args:
         argv: Command-line words; default `sys.argv[1:]`.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.config import TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.tools.logging import logger
@@ -21,125 +22,17 @@ from torchtitan.trainer import Trainer
 
 from nvium_titan.checkpoint import NviumCheckpointManager
 from nvium_titan.config import dump_config
+from nvium_titan.config.tables import ModelTable, NviumTable, resolve_dims
 from nvium_titan.data.datasets import TextDataLoader
 from nvium_titan.data.tokenizers import TextTokenizer
-from nvium_titan.errors import ConfigError, DivergenceError
-from nvium_titan.exit_plan import resolve_exit_plan
-from nvium_titan.flavors import flavor_dims, router_dim_of
+from nvium_titan.errors import ConfigError, DataError, DivergenceError
 from nvium_titan.flops import ModelDims
 from nvium_titan.loss import MixtureLoss
 from nvium_titan.metrics import NviumMetricsProcessor
-from nvium_titan.model import Trainable, model_spec
+from nvium_titan.model import model_spec
 from nvium_titan.optimizer import AdamW, LRSchedule, OptimizerConfig
 from nvium_titan.tokenizer import check_vocabulary
 from nvium_titan.validator import NviumValidator
-
-
-@dataclass(kw_only=True, slots=True)
-class ModelTable:
-    """Table `[model]`: a named size, and any of its numbers changed."""
-
-    flavor: str = "debug"
-    """Named size to start from; `nvium info --list` shows them."""
-    vocab_size: int | None = None
-    """Rows of embedding and head; at least the tokenizer's size."""
-    dim: int | None = None
-    """Width of the residual stream."""
-    num_layers: int | None = None
-    """Transformer layers."""
-    num_heads: int | None = None
-    """Query heads."""
-    num_kv_heads: int | None = None
-    """Key and value heads; divides num_heads."""
-    head_dim: int | None = None
-    """Width of a head; default dim / num_heads when either is changed."""
-    ffn_dim: int | None = None
-    """Width of the MLP."""
-    rope_theta: float | None = None
-    """Base of the rotary frequencies."""
-    norm_eps: float | None = None
-    """Epsilon of every RMSNorm."""
-    max_seq_len: int | None = None
-    """Longest sequence the model is declared for, tokens; at least training.seq_len."""
-    tie_embeddings: bool | None = None
-    """Whether the head shares the embedding's weight."""
-
-
-@dataclass(kw_only=True, slots=True)
-class NviumTable:
-    """Table `[nvium]`: where the exits are and how wide their parts."""
-
-    num_exits: int | None = None
-    """Exits N_V, the final one included; 1 is the dense transformer."""
-    exit_layers: list[int] | None = None
-    """Layers run before each early exit; left out: the even split."""
-    router_dim: int | None = None
-    """Width of the routers' bottleneck; default 0.66 dim, rounded up to a multiple of 8."""
-    adapter_dim: int | None = None
-    """Width of the adapters; default dim; 0 with num_exits = 1: no adapter, the plain Llama."""
-    trainable: Trainable = "all"
-    """"junctions" trains only the norm, router and adapter of every early exit; the layers and the
-    final exit stay as they were loaded, to the bit."""
-
-
-def resolve_dims(model: ModelTable, nvium: NviumTable) -> ModelDims:
-    """Return a flavor's numbers with the two tables applied.
-
-    Args:
-        model: Table `[model]`.
-        nvium: Table `[nvium]`.
-
-    Raises:
-        ConfigError: If the numbers are impossible or disagree.
-    """
-    base = flavor_dims(model.flavor)
-
-    def given(table: Any, key: str, otherwise: Any) -> Any:
-        value = getattr(table, key)
-        return otherwise if value is None else value
-
-    dim = given(model, "dim", base.dim)
-    num_layers = given(model, "num_layers", base.num_layers)
-    num_heads = given(model, "num_heads", base.num_heads)
-    head_dim = model.head_dim
-    if head_dim is None:
-        reshaped = (dim, num_heads) != (base.dim, base.num_heads)
-        if reshaped and dim % num_heads:
-            raise ConfigError(
-                f"num_heads={num_heads} does not divide dim={dim}; fix [model], or give head_dim"
-            )
-        head_dim = dim // num_heads if reshaped else base.head_dim
-    num_kv_heads = model.num_kv_heads
-    if num_kv_heads is None:
-        full = base.num_kv_heads == base.num_heads
-        num_kv_heads = num_heads if full else base.num_kv_heads
-    exit_layers = nvium.exit_layers
-    num_exits = nvium.num_exits
-    if exit_layers is None and num_exits is None and num_layers == base.num_layers:
-        exit_layers = list(base.exit_layers)
-    if num_exits is None:
-        num_exits = len(base.exit_layers if exit_layers is None else exit_layers) + 1
-    plan = resolve_exit_plan(num_layers=num_layers, num_exits=num_exits, exit_layers=exit_layers)
-    default_adapter = dim if base.adapter_dim or plan.exit_layers else 0
-    default_router = (
-        base.router_dim if (base.router_dim and dim == base.dim) else router_dim_of(dim)
-    )
-    return ModelDims(
-        vocab_size=given(model, "vocab_size", base.vocab_size),
-        dim=dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        ffn_dim=given(model, "ffn_dim", base.ffn_dim),
-        rope_theta=given(model, "rope_theta", base.rope_theta),
-        norm_eps=given(model, "norm_eps", base.norm_eps),
-        max_seq_len=given(model, "max_seq_len", base.max_seq_len),
-        tie_embeddings=given(model, "tie_embeddings", base.tie_embeddings),
-        exit_layers=plan.exit_layers,
-        router_dim=given(nvium, "router_dim", default_router) if plan.exit_layers else 0,
-        adapter_dim=given(nvium, "adapter_dim", default_adapter),
-    )
 
 
 class _RunState(Stateful):
@@ -195,8 +88,11 @@ class NviumTrainer(Trainer):
                     f"[training] seq_len={self.training.seq_len}: the model is declared for "
                     f"max_seq_len={dims.max_seq_len}; raise [model] max_seq_len or lower it"
                 )
-            if self.nvium.trainable == "junctions":
-                self._check_frozen(dims)
+            if self.nvium.trainable == "junctions" and not dims.exit_layers:
+                raise ConfigError(
+                    '[nvium] trainable="junctions": the model has no early exit; give exit_layers'
+                )
+            self._check_parallelism()
             if isinstance(self.lr_scheduler, LRSchedule.Config):
                 self.lr_scheduler.resolve(self.training.steps)
             # The slot is torchtitan's, whose classes are untyped.
@@ -205,16 +101,18 @@ class NviumTrainer(Trainer):
             )
             Trainer.Config.__post_init__(self)
 
-        def _check_frozen(self, dims: ModelDims) -> None:
-            if not dims.exit_layers:
+        def _check_parallelism(self) -> None:
+            layout = self.parallelism
+            if layout.pipeline_parallel_degree > 1:
                 raise ConfigError(
-                    '[nvium] trainable="junctions": the model has no early exit; give exit_layers'
+                    f"[parallelism] pipeline_parallel_degree={layout.pipeline_parallel_degree}: "
+                    "pipeline stages are not supported yet; use data_parallel_shard_degree or "
+                    "tensor_parallel_degree"
                 )
-            if self.parallelism.pipeline_parallel_degree > 1:
-                # A stage without a junction would have nothing to train.
+            if layout.spmd_backend != "spmd_types":
                 raise ConfigError(
-                    '[nvium] trainable="junctions" does not go with [parallelism] '
-                    f"pipeline_parallel_degree={self.parallelism.pipeline_parallel_degree}"
+                    f'[parallelism] spmd_backend="{layout.spmd_backend}": the mixture loss needs '
+                    'plain tensors; use "spmd_types"'
                 )
 
         def resolved(self) -> NviumTrainer.Config:
@@ -253,7 +151,8 @@ class NviumTrainer(Trainer):
             self.checkpointer.states["nvium"] = self._run_state
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
         self._started = False
-        self.stop_signal: int | None = None
+        self._asked_to_stop: int | None = None
+        self.stopped_by: int | None = None
 
     def should_continue_training(self) -> bool:
         """Say whether steps are left; the first call comes right after loading a checkpoint."""
@@ -262,32 +161,46 @@ class NviumTrainer(Trainer):
             self._start()
         if not super().should_continue_training():
             return False
-        if not self._agree_to_stop():
+        signal_number = self._agreed_stop()
+        if signal_number is None:
             return True
-        if self.checkpointer.enable and self.step and not self.checkpointer._should_save(self.step):
-            self.checkpointer.save(self.step, last_step=True)
+        self._save_now()
+        self.stopped_by = signal_number
         logger.warning("stopped by a signal after step %d", self.step)
         return False
 
     def request_stop(self, signal_number: int) -> None:
-        """Ask all ranks to save and stop after a step; safe in a signal handler.
+        """Ask all ranks to save and stop after a step or two; safe in a signal handler.
 
         Args:
-            signal_number: What was caught; `stop_signal` holds it on every rank afterwards.
+            signal_number: What was caught; `stopped_by` holds it on every rank once all stopped.
         """
-        self.stop_signal = signal_number
+        self._asked_to_stop = signal_number
 
-    def _agree_to_stop(self) -> bool:
-        # A rank that goes ahead waits for the others within the next step, so all of them see the
-        # store's entry when that step is done. No device is waited for.
+    def _agreed_stop(self) -> int | None:
+        """Return the signal to stop for, once the step is reached that all ranks agree on.
+
+        No device is waited for. The host may launch one step before the last one's collectives are
+        done, so a rank is at most two steps ahead of the entry that another one writes.
+        """
         store = torch.distributed.distributed_c10d._get_default_store()
-        if self.stop_signal is not None:
-            last = self.step + (torch.distributed.get_world_size() > 1)
-            store.compare_set("nvium/stop", "", f"{last} {self.stop_signal}")
+        if self._asked_to_stop is not None:
+            last = self.step + (2 if torch.distributed.get_world_size() > 1 else 0)
+            store.compare_set("nvium/stop", "", f"{last} {self._asked_to_stop}")
         if not store.check(["nvium/stop"]):
-            return False
-        last, self.stop_signal = map(int, store.get("nvium/stop").split())
-        return self.step >= last
+            return None
+        last, signal_number = map(int, store.get("nvium/stop").split())
+        return signal_number if self.step >= last else None
+
+    def _save_now(self) -> None:
+        """Save all that a run needs to go on, unless the interval has saved this step already."""
+        manager = self.checkpointer
+        if not manager.enable or not self.step or manager._should_save(self.step):
+            return
+        self._check_finite(parameters=True)
+        # The last step of a whole run may be saved as weights alone; this is not it.
+        manager.last_save_model_only = manager.last_save_in_hf = False
+        manager.save(self.step, last_step=True)
 
     def _start(self) -> None:
         self.metrics_processor.drop_after(self.step)
@@ -312,6 +225,7 @@ class NviumTrainer(Trainer):
         Raises:
             DivergenceError: If the loss or, before a save, a parameter is not finite. It is read
                 only where the host waits anyway: at logged and at saved steps.
+            DataError: If the text ends before the run does.
             RuntimeError: Whatever else torchtitan's step meets.
         """
         self.loss_fn.start_step(self.step, num_steps=self._schedule_steps())
@@ -321,7 +235,15 @@ class NviumTrainer(Trainer):
             if "Loss is not finite" not in str(error):
                 raise
             self._record_finite()
-            raise self._divergence() from error
+            self._check_finite(parameters=False)
+            raise
+        except DataloaderExhaustedError:
+            self.step -= 1
+            self._save_now()
+            raise DataError(
+                f"the text ended after step {self.step} of {self.config.training.steps}: set "
+                "[dataloader] infinite = true to start over, or lower [training] steps"
+            ) from None
         self._record_finite()
         is_last = self.step == self.config.training.steps
         saves = self.checkpointer.enable and self.checkpointer._should_save(self.step, is_last)
@@ -337,7 +259,8 @@ class NviumTrainer(Trainer):
         self._first_bad_step.add_(is_bad * self.step)
 
     def _check_finite(self, *, parameters: bool) -> None:
-        bad = (self._first_bad_step != 0).to(torch.float32)
+        never = torch.iinfo(torch.int64).max
+        first = torch.where(self._first_bad_step == 0, never, self._first_bad_step)
         if parameters:
             local: list[Tensor] = [
                 p.to_local() if isinstance(p, DTensor) else p
@@ -345,21 +268,19 @@ class NviumTrainer(Trainer):
                 for p in part.parameters()
             ]
             norms = torch.stack(torch._foreach_norm([p for p in local if p.numel()]))
-            bad = torch.maximum(bad, (~norms.isfinite().all()).to(torch.float32))
-        torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX)
-        if bad.item():
-            raise self._divergence()
-
-    def _divergence(self) -> DivergenceError:
-        step = int(self._first_bad_step.item()) or self.step
+            is_finite = norms.isfinite().all().to(self.device)
+            first = torch.where(is_finite, first, first.clamp(max=self.step))
+        torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MIN)
+        step = int(first.item())
+        if step == never:
+            return
         kept = "no checkpoint was kept"
         if self.checkpointer.enable:
             found = self.checkpointer._find_load_step()
             if found > 0:
-                kept = (
-                    f"the last good checkpoint is {self.checkpointer._create_checkpoint_id(found)}"
-                )
-        return DivergenceError(
+                path = self.checkpointer._create_checkpoint_id(found)
+                kept = f"the last good checkpoint is {path}"
+        raise DivergenceError(
             f"the loss or a weight is not finite at step {step}; training stopped, {kept}; "
             "lower the learning rate ([optimizer]) or raise [lr_scheduler] warmup_steps"
         )

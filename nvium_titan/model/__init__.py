@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.model_spec import ModelSpec
 
+from nvium_titan.config.tables import Trainable
 from nvium_titan.flavors import flavor_dims
 from nvium_titan.flops import ModelDims
 from nvium_titan.model.build import build_model_config
 from nvium_titan.model.parallelize import parallelize_junctions, parallelize_nvium
 from nvium_titan.model.state_dict_adapter import NviumStateDictAdapter
 
-__all__ = ["Trainable", "model_registry", "model_spec"]
-
-Trainable = Literal["all", "junctions"]
+__all__ = ["model_registry", "model_spec"]
 
 
 def model_spec(dims: ModelDims, *, flavor: str, trainable: Trainable = "all") -> ModelSpec:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchtitan.models.common import Linear, RMSNorm
 from torchtitan.protocols.module import Module
+
+from nvium_titan.core.mixture import at_least_float32
 
 
 class Router(Module):
@@ -45,7 +46,7 @@ class Router(Module):
             hidden_BTD: The junction's normalised hidden state.
         """
         rows_BT2 = self.head(self.norm(self.fc2(F.gelu(self.fc1(hidden_BTD)))))
-        rows_BT2 = rows_BT2 if rows_BT2.dtype == torch.float64 else rows_BT2.float()
+        rows_BT2 = at_least_float32(rows_BT2)
         return rows_BT2[..., 1] - rows_BT2[..., 0]
 
 

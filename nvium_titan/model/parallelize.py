@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from torchtitan.models.llama3.parallelize import parallelize_llama
+from torchtitan.tools import utils
 
 from nvium_titan.compat import sum_gradients_without_premul
 
@@ -21,7 +22,7 @@ def parallelize_nvium(model: nn.Module, **kwargs: Any) -> nn.Module:
         The same model, parallelised in place.
     """
     model = parallelize_llama(model, **kwargs)
-    if next(model.parameters()).device.type in ("cpu", "meta") and _runs_on_cpu():
+    if utils.device_type == "cpu":
         sum_gradients_without_premul(model)
     return model
 
@@ -41,9 +42,3 @@ def parallelize_junctions(model: nn.Module, **kwargs: Any) -> nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("junction" in name.split("."))
     return model
-
-
-def _runs_on_cpu() -> bool:
-    from torchtitan.tools.utils import device_type
-
-    return device_type == "cpu"

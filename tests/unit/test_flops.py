@@ -131,12 +131,12 @@ def test_bandwidth_limit(flavor: str, shares: tuple[float, ...], limit: float) -
 
 def test_block_reads_per_token_are_the_tail_sums() -> None:
     dims = flavor_dims("quadrivium-768x24")
-    full = weights_read_per_token(dims, (0, 0, 0, 1))
-    first = weights_read_per_token(dims, (1, 0, 0, 0))
-    mixed = weights_read_per_token(dims, (0.35, 0.2, 0.15, 0.3))
-    blocks = 1 + 0.65 + 0.45 + 0.30
-    assert blocks == pytest.approx(2.40)
-    assert first < mixed < full
+    parts = count_params(dims)
+    block, junction = parts["layers"] / 4, parts["routers"] / 3 + dims.dim
+    exit_weights = parts["lm_head"] + parts["adapters"] / 4 + dims.dim
+    # Blocks are entered by 1, .65, .45 and .30 of the tokens: 2.40 of 4 in the mean.
+    expected = exit_weights + 2.40 * block + (1 + 0.65 + 0.45) * junction
+    assert weights_read_per_token(dims, (0.35, 0.2, 0.15, 0.3)) == pytest.approx(expected)
 
 
 def test_dense_has_no_speed_up() -> None:

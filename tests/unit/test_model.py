@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from nvium_titan.config.tables import ModelTable, NviumTable, resolve_dims
 from nvium_titan.convert.layout import names_of, to_interleaved, to_rotate_half
 from nvium_titan.convert.names import native_to_hf
 from nvium_titan.errors import ConfigError
@@ -18,7 +19,6 @@ from nvium_titan.flavors import flavor_dims
 from nvium_titan.flops import ModelDims
 from nvium_titan.model import model_spec
 from nvium_titan.model.model import NviumModel
-from nvium_titan.trainer import ModelTable, NviumTable, resolve_dims
 
 
 def build(dims: ModelDims, *, seed: int = 0) -> NviumModel:
