@@ -152,13 +152,9 @@ def test_ckp_07_a_plain_checkpoint_is_sent_to_import(
             ["--nvium.exit_layers", "[]", "--nvium.num_exits", "1", "--nvium.adapter_dim", "0"],
             "the model has no early exit",
         ),
-        (
-            ["--parallelism.pipeline_parallel_degree", "2"],
-            "does not go with [parallelism] pipeline_parallel_degree=2",
-        ),
         (["--nvium.trainable", "junction"], "trainable"),
     ],
-    ids=["relative-path", "no-path", "rope-theta", "exits", "dense", "pipeline", "misspelt"],
+    ids=["relative-path", "no-path", "rope-theta", "exits", "dense", "misspelt"],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(
     flags: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
