@@ -208,7 +208,7 @@ def test_lrs_01_impossible_schedules_are_refused_before_anything_is_built(flags)
         (["--model.flavor", "debgu"], "did you mean 'debug'?"),
         (["--model.num_heads", "5"], "num_heads=5"),
         (["--training.seq_len", "4096"], "max_seq_len"),
-        (["--parallelism.pipeline_parallel_degree", "2"], "CUDA graphs do not support pipeline"),
+        (["--parallelism.pipeline_parallel_degree", "2"], "pipeline_parallel_degree=2"),
         (["--validator.steps", "0"], "validation steps must be positive or -1"),
         (["--checkpoint.keep_latest_k", "1"], "at least 2 checkpoint replicas"),
     ],
