@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ PROVENANCE_FILE = "nvium.json"
 
 # A bundle carries this file; it is copied, never imported here.
 _MODELING_SOURCE = Path(__file__).parent / "convert" / "hf_modeling_nvium.py"
+
+_BUNDLE_FILE = re.compile(
+    r"(config|generation_config|nvium|tokenizer|tokenizer_config)\.json|modeling_nvium\.py"
+    r"|tokenizer\.model|model.*\.safetensors|model\.safetensors\.index\.json"
+)
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -273,7 +279,16 @@ def _generation_config(config: BundleConfig, tokenizer: Tokenizer) -> dict[str, 
 
 
 def _check_replaceable(target: Path) -> None:
-    if not target.exists() or (target / PROVENANCE_FILE).is_file():
+    if not target.exists():
+        return
+    if (target / PROVENANCE_FILE).is_file():
+        # Replacing a bundle must take nothing along that is not the bundle's.
+        foreign = [path for path in target.iterdir() if not _BUNDLE_FILE.fullmatch(path.name)]
+        if foreign:
+            raise BundleError(
+                f"{target}: is a bundle, but {min(foreign).name} in it is not part of one and "
+                "would be lost; move it away, or choose another output directory"
+            )
         return
     if not target.is_dir() or any(target.iterdir()):
         raise BundleError(

@@ -202,6 +202,15 @@ def test_older_bundle_is_replaced(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"bundle"}
 
 
+def test_a_bundle_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    write(tmp_path / "bundle", make_config())
+    (tmp_path / "bundle" / "notes.txt").write_text("precious")
+    with pytest.raises(BundleError, match=r"notes\.txt in it is not part of one"):
+        write(tmp_path / "bundle", make_config(**DENSE))
+    assert (tmp_path / "bundle" / "notes.txt").read_text() == "precious"
+    assert read_bundle(tmp_path / "bundle").config == make_config()
+
+
 def test_other_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("precious")
