@@ -9,6 +9,7 @@
         |-- CheckpointError     2  a DCP step folder
         |-- BundleError         2  a bundle directory
         |-- PromptError         2  a prompt or a request the engine cannot serve
+        |-- BenchError          2  a benchmark that cannot be run as asked
         `-- DependencyError     2  a missing or unsupported package
 
 Every message names the value, the limit and the place to fix.
@@ -58,6 +59,10 @@ class BundleError(UsageError):
 
 class PromptError(UsageError):
     """A prompt or a generation request does not fit the engine."""
+
+
+class BenchError(UsageError):
+    """A benchmark cannot be run as asked: a shape, exit probabilities, a peer, its dtype."""
 
 
 class DependencyError(UsageError):

@@ -12,6 +12,7 @@ import torch
 
 from nvium_titan import cli
 from nvium_titan.bundle import BundleConfig, write_bundle
+from nvium_titan.cli import generate
 from nvium_titan.tokenizer import load_tokenizer
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 
@@ -80,7 +81,7 @@ def test_generate_prints_its_figures_to_stderr(bundle, capsys):
     words = ["generate", str(bundle), "--prompt", "a", "--max-new-tokens", "5", "--stats"]
     assert cli.main(words) == 0
     figures = {line[:24].strip(): line[24:] for line in capsys.readouterr().err.splitlines()}
-    assert len(figures) == len(cli._STATS)
+    assert len(figures) == len(generate._STATS)
     assert figures["law"] == "exact mixture"
     assert figures["tokens certified early"] == "-"
     assert cli.main([*words, "--temperature", "0"]) == 0

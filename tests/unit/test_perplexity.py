@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nvium_titan import cli
 from nvium_titan.bundle import write_bundle
+from nvium_titan.cli import common
 from nvium_titan.decode import DecoderParams, Engine
 from nvium_titan.errors import DataError, PromptError
 from nvium_titan.eval.perplexity import (
@@ -112,7 +113,7 @@ def test_the_table_says_what_was_measured_and_how(
     model = write_model(tmp_path / "bundle", lively_tensors(CONFIG))
     text = tmp_path / "whole.txt"
     text.write_text("\n".join(DOCUMENTS))
-    monkeypatch.setattr(cli, "_BAR_AFTER_S", 0.0)
+    monkeypatch.setattr(common, "_BAR_AFTER_S", 0.0)
     words = ["eval", str(model), "--text", str(text), "--tokens", "100", "--stride", "32"]
     assert cli.main(words) == 0
     shown = capsys.readouterr()

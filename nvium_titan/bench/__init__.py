@@ -1,0 +1,1 @@
+"""Measuring decode speed, honestly: N-vium, its dense model and other engines, interleaved."""

@@ -1,0 +1,57 @@
+"""The `nvium` command: one dataclass per subcommand, each a thin call into the package.
+
+Heavy imports stay inside the subcommand, so that `nvium --help` is quick and a bare install
+decodes. A user's mistake is one message on stderr and exit code 2; results go to stdout.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+from nvium_titan import __version__
+from nvium_titan.cli.convert import Export, Import
+from nvium_titan.cli.evaluate import Eval
+from nvium_titan.cli.generate import Generate
+from nvium_titan.cli.info import Info
+from nvium_titan.cli.train import Train
+from nvium_titan.errors import NviumError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0 done, 1 failed, 2 wrong use, 130 interrupted.
+
+    Args:
+        argv: Command-line words; default `sys.argv[1:]`.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["train"]:
+        # Its flags are the keys of the training configuration, so it reads them itself.
+        from nvium_titan import train
+
+        return train.main(words[1:])
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        command: Any = tyro.cli(
+            Train | Export | Import | Generate | Eval | Info,
+            args=words,
+            config=(tyro.conf.FlagCreatePairsOff,),
+            prog="nvium",
+            description=f"N-vium {__version__}: train a mixture of exits, export it, decode it.",
+        )
+        command.run()
+    except NviumError as error:
+        print(f"nvium: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("nvium: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has gone; nothing is left to say, not even at interpreter exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

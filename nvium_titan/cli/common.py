@@ -1,0 +1,62 @@
+"""What several subcommands share: loading a model, a progress bar, figures as text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nvium_titan.errors import PromptError
+
+if TYPE_CHECKING:
+    from nvium_titan.convert.load import LoadedModel
+
+_BAR_AFTER_S = 5.0
+
+
+def load(path: Path, *, dtype: str, device: str) -> LoadedModel:
+    """Return a bundle's or a checkpoint's model; `dtype` names a torch type.
+
+    Raises:
+        PromptError: If there is no such device.
+    """
+    import torch
+
+    from nvium_titan.convert.load import load_model
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise PromptError(f"--device {device}: torch sees no CUDA GPU here; use cpu")
+    return load_model(path, dtype=getattr(torch, dtype), device=device)
+
+
+@contextmanager
+def progress(title: str, *, total: int) -> Iterator[Callable[[int], None]]:
+    """Give a function that takes what is done; a bar appears on stderr after five seconds."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(console=Console(stderr=True))
+    task = bar.add_task(title, total=total)
+    start = time.monotonic()
+
+    def report(done: int) -> None:
+        bar.update(task, completed=done)
+        if not bar.live.is_started and time.monotonic() - start > _BAR_AFTER_S:
+            bar.start()
+
+    try:
+        yield report
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def shown(value: Any) -> str:
+    """Return a figure for people: two decimals, a list with spaces, "-" where there is none."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return " ".join(map(shown, value)) if isinstance(value, list) else str(value)
