@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nvium_titan.decode.choice import choose_next, law_name
+from nvium_titan.decode.model import DecoderModel
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.policy import ExitPolicy, FixedExit, SampledRouter
 from nvium_titan.decode.results import (
@@ -29,7 +30,7 @@ from nvium_titan.decode.results import (
     GenerationResult,
     Scores,
 )
-from nvium_titan.decode.runner import BlockRunner, DecodeState, Shapes
+from nvium_titan.decode.runner import BlockRunner, DecodeState, Shapes, slots_for
 from nvium_titan.decode.sampling import Noise, SamplingParams
 from nvium_titan.decode.score import score_positions
 from nvium_titan.errors import PromptError
@@ -73,7 +74,8 @@ class Engine:
             raise PromptError(f"max_owed={max_owed}: must be at least 1")
         self.max_owed = max_owed
         self.num_exits = config.plan.num_exits
-        self.runner = BlockRunner(params, max_seq_len=self.max_seq_len, shapes=shapes)
+        model = DecoderModel(params, num_slots=slots_for(self.max_seq_len, shapes=shapes))
+        self.runner = BlockRunner(params, model, shapes=shapes)
 
     @classmethod
     def from_bundle(

@@ -1,9 +1,10 @@
-"""The buffers of one sequence: KV cache, boundary states, work space; written in place.
+"""The buffers of a sequence: KV cache, boundary states; and work space. Written in place.
 
-Shapes: L layers, G key/value heads, R query heads per key/value head, S slots, T rows of the group
-at hand, H head width, D model width, W = (R + 2) G H packed features, F MLP width.
+Shapes: L layers, G key/value heads, R query heads per key/value head, S slots, T rows at hand,
+H head width, N = (R + 2) G heads, D model width, W = N H packed features, Q = R G H query features,
+F MLP width.
 
-All memory is allocated at construction; the views for a group size are cut when that size is first
+All memory is allocated at construction; the views for a number of rows are cut when it is first
 met. Buffers start as zeros, since a masked NaN in V would still poison attention.
 """
 
@@ -14,11 +15,42 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from nvium_titan.decode.deferred import bucket_rows
 from nvium_titan.decode.params import DecoderParams
 
 
+class GroupViews:
+    """The rows of one group in a `Scratch`, as attention wants them."""
+
+    def __init__(self, scratch: Scratch, *, start: int, rows: int) -> None:
+        """Cut the views.
+
+        Args:
+            scratch: The work space, for rows of any number of groups.
+            start: First row of this group.
+            rows: T.
+        """
+        heads = scratch.heads_TNH.narrow(0, start, rows)
+        head = heads.shape[2]
+        groups, per_group = scratch.num_groups, scratch.per_group
+        self.rows = rows
+        self.kv_GTH = heads[:, per_group * groups :].transpose(0, 1)
+        """Keys, then values: 2G heads."""
+        self.queries_GRTH = (
+            heads[:, : per_group * groups].view(rows, groups, per_group, head).permute(1, 2, 0, 3)
+        )
+        attended_TQ = scratch.attended_TQ.narrow(0, start, rows)
+        self.attended_GRTH = attended_TQ.view(rows, groups, per_group, head).permute(1, 2, 0, 3)
+        # With one query head per group, or one row, (R, T) is one axis without a copy.
+        self.is_flat = per_group == 1 or rows == 1
+        if self.is_flat:
+            shape = (groups, per_group * rows, head)
+            self.queries_GMH = self.queries_GRTH.reshape(shape)
+            self.attended_GMH = self.attended_GRTH.view(shape)
+
+
 class Scratch:
-    """The work space of one sequence, cut for groups of `rows` rows; every layer overwrites it."""
+    """A work space cut for `rows` rows, of one group or several; every layer overwrites it."""
 
     def __init__(self, params: DecoderParams, flat: Tensor, *, rows: int) -> None:
         """Cut the views.
@@ -37,33 +69,24 @@ class Scratch:
             flat[rows * start : rows * end].view(rows, end - start)
             for start, end in pairwise(accumulate(sizes, initial=0))
         )
+        self.rows, self.num_groups, self.per_group = rows, groups, per_group
         self.pair_T2D = pair
         """The residual stream beside its negative; see `decode.model`."""
         self.x_TD = pair[:, :width]
         self.mirror_TD = pair[:, width:]
         self.qkv_TW = qkv
-        heads = qkv.view(rows, (per_group + 2) * groups, head)
-        self.rotated_TNH = heads[:, : (per_group + 1) * groups]
+        self.heads_TNH = qkv.view(rows, (per_group + 2) * groups, head)
+        self.rotated_TNH = self.heads_TNH[:, : (per_group + 1) * groups]
         """Queries and keys, the heads that RoPE turns."""
-        self.kv_GTH = heads[:, per_group * groups :].transpose(0, 1)
-        """Keys, then values: 2G heads."""
-        self.queries_GRTH = (
-            heads[:, : per_group * groups].view(rows, groups, per_group, head).permute(1, 2, 0, 3)
-        )
         self.attended_TQ = attended
-        self.attended_GRTH = attended.view(rows, groups, per_group, head).permute(1, 2, 0, 3)
         self.gate_up_T2F = gate_up
         self.gate_TF = gate_up[:, :ffn]
         self.up_TF = gate_up[:, ffn:]
-        # With one query head per group, or one row, (R, T) is one axis without a copy.
-        self.is_flat = per_group == 1 or rows == 1
-        if self.is_flat:
-            shape = (groups, per_group * rows, head)
-            self.queries_GMH = self.queries_GRTH.reshape(shape)
-            self.attended_GMH = self.attended_GRTH.view(shape)
         if not params.is_low_precision:
             pairs = self.rotated_TNH.view(rows, -1, head // 2, 2)
             self.rotated_complex_TNP = torch.view_as_complex(pairs)
+        self.whole = GroupViews(self, start=0, rows=rows)
+        """All rows as one group."""
 
 
 def work_features(params: DecoderParams) -> int:
@@ -74,16 +97,47 @@ def work_features(params: DecoderParams) -> int:
     return 2 * (config.hidden_size + q_features + kv_features + config.intermediate_size)
 
 
-class SequenceBuffers:
-    """Everything one sequence stores: keys and values, boundary states, work space."""
+class WorkSpace:
+    """What a block call writes and forgets; sequences that never run at once may share one."""
 
-    def __init__(self, params: DecoderParams, *, num_slots: int, max_rows: int) -> None:
+    def __init__(
+        self, params: DecoderParams, *, max_rows: int, buckets: tuple[int, ...] | None = None
+    ) -> None:
+        """Allocate, zeroed.
+
+        Args:
+            params: Gives the dimensions, dtype and device.
+            max_rows: Most rows of one block call, all groups together.
+            buckets: The row counts to cut for, the last one `max_rows`; any if None.
+        """
+        self._params = params
+        self._buckets = buckets
+        self._flat = torch.zeros(
+            max_rows * work_features(params), dtype=params.dtype, device=params.device
+        )
+        self._scratch: dict[int, Scratch] = {}
+
+    def scratch(self, rows: int) -> Scratch:
+        """Return the views for a call of `rows` rows; in buckets they may have more rows."""
+        scratch = self._scratch.get(rows)
+        if scratch is None:
+            cut_rows = bucket_rows(rows, self._buckets) if self._buckets else rows
+            scratch = self._scratch.get(cut_rows)
+            scratch = scratch or Scratch(self._params, self._flat, rows=cut_rows)
+            self._scratch[rows] = self._scratch[cut_rows] = scratch
+        return scratch
+
+
+class SequenceBuffers:
+    """Everything one sequence stores: keys and values, boundary states; and where it works."""
+
+    def __init__(self, params: DecoderParams, *, num_slots: int, work: WorkSpace) -> None:
         """Allocate, zeroed.
 
         Args:
             params: Gives the dimensions, dtype and device.
             num_slots: Positions to hold, slack for padded rows included.
-            max_rows: Most rows of one group.
+            work: The work space; its own, or that of its batch.
         """
         config, plan = params.config, params.config.plan
         groups = config.num_key_value_heads
@@ -103,15 +157,7 @@ class SequenceBuffers:
         self.slots_LGSH = tuple(by_block)
         self.keys_LGHS = tuple(kv[:, :groups].transpose(2, 3) for kv in by_block)
         self.values_LGSH = tuple(kv[:, groups:] for kv in by_block)
-        self._work = zeros(max_rows * work_features(params))
-        self._scratch: dict[int, Scratch] = {}
-
-    def scratch(self, rows: int) -> Scratch:
-        """Return the work-space views for groups of `rows` rows."""
-        scratch = self._scratch.get(rows)
-        if scratch is None:
-            scratch = self._scratch[rows] = Scratch(self._params, self._work, rows=rows)
-        return scratch
+        self.work = work
 
     def keys(self, layer_index: int, *, length: int) -> Tensor:
         """Return a copy of one layer's keys in HF's rotate-half layout, shape (G, length, H)."""

@@ -8,7 +8,7 @@ RMSNorm(x) is computed as the first half of LayerNorm([x, -x]), whose mean is ze
 variance is mean(x^2): one fused kernel with float32 moments on every device, where a composed
 RMSNorm on the CPU is six operations. "2D" in a shape is such a pair.
 
-Shapes: T rows of the group, C columns (slots) attended, D width, F MLP width, G key/value heads,
+Shapes: T rows at hand, C columns (slots) attended, D width, F MLP width, G key/value heads,
 R query heads per key/value head, M = R T, H head width, P = H / 2 rotary pairs, V vocabulary.
 """
 
@@ -16,19 +16,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from nvium_titan.core.mixture import at_least_float32
+from nvium_titan.decode.block_model import Group
 from nvium_titan.decode.deferred import DECODE_BUCKETS
-from nvium_titan.decode.kv_cache import Scratch, SequenceBuffers
+from nvium_titan.decode.kv_cache import GroupViews, Scratch, SequenceBuffers
 from nvium_titan.decode.params import DecoderParams, LayerParams
 
 
+class _Part(NamedTuple):
+    """One group's share of a block call: views per layer where there is a tuple."""
+
+    views: GroupViews
+    x_TD: Tensor
+    below_TD: Tensor
+    above_TD: Tensor
+    rope_T1P: Tensor
+    keys_GHC: tuple[Tensor, ...]
+    values_GCH: tuple[Tensor, ...]
+    slots_GTH: tuple[Tensor, ...]
+    mask_TC: Tensor | None
+
+
 class DecoderModel:
-    """Weights and tables; runs blocks on a sequence's buffers. Read-only after construction."""
+    """The `BlockModel` in torch operations. Read-only after construction."""
 
     def __init__(self, params: DecoderParams, *, num_slots: int) -> None:
         """Build the rotary table.
@@ -67,35 +84,30 @@ class DecoderModel:
             ids_T = torch.tensor(token_ids, device=self.params.device)
             torch.index_select(self.params.embedding_VD, 0, ids_T, out=rows_TD)
 
-    def run_block(
-        self, block_index: int, buffers: SequenceBuffers, *, first: int, rows: int, columns: int
-    ) -> None:
-        """Run the layers of one block on rows `first` .. `first + rows - 1`.
+    def run_block(self, block_index: int, groups: Sequence[Group]) -> None:
+        """Run the layers of one block on the rows of some sequences; see `BlockModel`.
 
-        Writes their keys and values, and the boundary state behind the block. Row i attends to
-        slots 0 .. first + i; keys and values of earlier positions must be there. Rows beyond the
-        sequence (padding) write garbage into slots that are overwritten before they are read.
-
-        No host reads. Allocates the attention scores and the normed rows.
+        The linears see all rows at once, attention one group at a time. No host reads. Allocates
+        the attention scores and the normed rows.
 
         Args:
             block_index: Which block, from 0.
-            buffers: The sequence, written.
-            first: Position of the first row.
-            rows: Rows to run, padding included.
-            columns: Slots to attend over, at least first + rows; more is masked.
+            groups: Their rows together fit into the first one's work space.
         """
-        work = buffers.scratch(rows)
+        work = groups[0].buffers.work.scratch(sum(group.rows for group in groups))
+        starts = tuple(accumulate((group.rows for group in groups), initial=0))
+        parts = [
+            self._part(block_index, group, work, start)
+            for group, start in zip(groups, starts, strict=False)
+        ]
         x_TD = work.x_TD
-        x_TD.copy_(buffers.boundary_SD[block_index].narrow(0, first, rows))
-        rope_T1P = self._rope_S1P.narrow(0, first, rows)
-        keys = buffers.keys_LGHS[block_index].narrow(3, 0, columns).unbind(0)
-        values = buffers.values_LGSH[block_index].narrow(2, 0, columns).unbind(0)
-        slots = buffers.slots_LGSH[block_index].narrow(2, first, rows).unbind(0)
-        mask_TC = None if rows == 1 and columns == first + 1 else self._mask(first, rows, columns)
-        for layer, keys_GHC, values_GCH, slots_GTH in zip(
-            self.blocks[block_index], keys, values, slots, strict=True
-        ):
+        for part in parts:
+            part.x_TD.copy_(part.below_TD)
+        rope_T1P = parts[0].rope_T1P
+        if len(parts) > 1 or rope_T1P.shape[0] < work.rows:
+            padding = self._rope_S1P.narrow(0, 0, work.rows - starts[-1])
+            rope_T1P = torch.cat([*(part.rope_T1P for part in parts), padding])
+        for index, layer in enumerate(self.blocks[block_index]):
             torch.neg(x_TD, out=work.mirror_TD)
             normed_T2D = self._pair_norm(work.pair_T2D, layer.attn_norm_2D)
             torch.mm(normed_T2D.narrow(1, 0, self._width), layer.qkv_DW, out=work.qkv_TW)
@@ -103,11 +115,30 @@ class DecoderModel:
                 _rotate_in_float32(work.rotated_TNH, rope_T1P)
             else:
                 work.rotated_complex_TNP.mul_(rope_T1P)
-            slots_GTH.copy_(work.kv_GTH)
-            self._attend(work, keys_GHC, values_GCH, mask_TC, rows)
+            for part in parts:
+                part.slots_GTH[index].copy_(part.views.kv_GTH)
+                self._attend(part.views, part.keys_GHC[index], part.values_GCH[index], part.mask_TC)
             x_TD.addmm_(work.attended_TQ, layer.attn_out_QD)
             self._mlp(work, layer)
-        buffers.boundary_SD[block_index + 1].narrow(0, first, rows).copy_(x_TD)
+        for part in parts:
+            part.above_TD.copy_(part.x_TD)
+
+    def _part(self, block_index: int, group: Group, work: Scratch, start: int) -> _Part:
+        """Cut what one group reads and writes, its rows beginning at `start` of the work space."""
+        buffers, first, rows, columns = group
+        is_plain = rows == 1 and columns == first + 1
+        is_whole = rows == work.rows
+        return _Part(
+            views=work.whole if is_whole else GroupViews(work, start=start, rows=rows),
+            x_TD=work.x_TD if is_whole else work.x_TD.narrow(0, start, rows),
+            below_TD=buffers.boundary_SD[block_index].narrow(0, first, rows),
+            above_TD=buffers.boundary_SD[block_index + 1].narrow(0, first, rows),
+            rope_T1P=self._rope_S1P.narrow(0, first, rows),
+            keys_GHC=buffers.keys_LGHS[block_index].narrow(3, 0, columns).unbind(0),
+            values_GCH=buffers.values_LGSH[block_index].narrow(2, 0, columns).unbind(0),
+            slots_GTH=buffers.slots_LGSH[block_index].narrow(2, first, rows).unbind(0),
+            mask_TC=None if is_plain else self._mask(first, rows, columns),
+        )
 
     def _mlp(self, work: Scratch, layer: LayerParams) -> None:
         torch.neg(work.x_TD, out=work.mirror_TD)
@@ -118,19 +149,14 @@ class DecoderModel:
         work.x_TD.addmm_(work.gate_TF, layer.down_FD)
 
     def _attend(
-        self,
-        work: Scratch,
-        keys_GHC: Tensor,
-        values_GCH: Tensor,
-        mask_TC: Tensor | None,
-        rows: int,
+        self, work: GroupViews, keys_GHC: Tensor, values_GCH: Tensor, mask_TC: Tensor | None
     ) -> None:
-        """Write softmax(q k + mask) v into `work.attended_TQ`; `LayerParams.qkv_DW` has the scale.
+        """Write softmax(q k + mask) v into the group's rows; `LayerParams.qkv_DW` has the scale.
 
         Few rows in full precision take two batched products, which beat the fused kernel's start-up
         on the CPU; the fused kernel saves the memory of long runs and keeps float32 scores in bf16.
         """
-        groups, per_group = work.queries_GRTH.shape[:2]
+        groups, per_group, rows = work.queries_GRTH.shape[:3]
         if rows > DECODE_BUCKETS[-1] or self._is_low_precision:
             queries_1NTH = work.queries_GRTH.flatten(0, 1).unsqueeze(0)
             attended_1NTH = F.scaled_dot_product_attention(

@@ -12,14 +12,14 @@ from typing import Literal
 
 from torch import Tensor
 
+from nvium_titan.decode.block_model import BlockModel, Group
 from nvium_titan.decode.deferred import (
     DECODE_BUCKETS,
     PREFILL_BUCKETS,
     FilledCounts,
     bucket_rows,
 )
-from nvium_titan.decode.kv_cache import SequenceBuffers
-from nvium_titan.decode.model import DecoderModel
+from nvium_titan.decode.kv_cache import SequenceBuffers, WorkSpace
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.results import DecodeStats
 
@@ -52,24 +52,45 @@ class DecodeState:
         self.token_ids = []
 
 
+def slots_for(max_length: int, *, shapes: Shapes) -> int:
+    """Return the slots of a sequence: a padded row may lie past its end."""
+    return max_length + (PREFILL_BUCKETS[-1] - 1 if shapes == "bucket" else 0)
+
+
 class BlockRunner:
     """A model with a choice of shapes. Read-only; all state is in a `DecodeState`."""
 
-    def __init__(self, params: DecoderParams, *, max_seq_len: int, shapes: Shapes) -> None:
-        """Build the tables for sequences of up to `max_seq_len` tokens."""
+    def __init__(self, params: DecoderParams, model: BlockModel, *, shapes: Shapes) -> None:
+        """Take a model.
+
+        Args:
+            params: Gives the dimensions, dtype and device.
+            model: Has tables for `slots_for` the longest sequence.
+            shapes: See `Engine`.
+        """
         plan = params.config.plan
         self.params = params
+        self.model = model
         self.shapes = shapes
         self.num_exits = plan.num_exits
         self._block_sizes = tuple(len(block) for block in plan.blocks)
-        # A padded row of the last group may lie this far past the sequence.
-        self._slack = PREFILL_BUCKETS[-1] - 1 if shapes == "bucket" else 0
-        self.model = DecoderModel(params, num_slots=max_seq_len + self._slack)
 
-    def new_state(self, max_length: int) -> DecodeState:
-        """Return an empty sequence with its own buffers, zeroed."""
+    def new_work_space(self) -> WorkSpace:
+        """Return a work space for one block call at a time."""
+        buckets = PREFILL_BUCKETS if self.shapes == "bucket" else None
+        return WorkSpace(self.params, max_rows=PREFILL_BUCKETS[-1], buckets=buckets)
+
+    def new_state(self, max_length: int, *, work: WorkSpace | None = None) -> DecodeState:
+        """Return an empty sequence with its own buffers, zeroed.
+
+        Args:
+            max_length: Most tokens it will hold.
+            work: The work space of a batch; its own if None.
+        """
         buffers = SequenceBuffers(
-            self.params, num_slots=max_length + self._slack, max_rows=PREFILL_BUCKETS[-1]
+            self.params,
+            num_slots=slots_for(max_length, shapes=self.shapes),
+            work=work or self.new_work_space(),
         )
         return DecodeState(
             buffers=buffers, counts=FilledCounts.empty(self.num_exits), max_length=max_length
@@ -107,13 +128,13 @@ class BlockRunner:
         while first < end:
             rows = min(end - first, largest)
             is_exact = self.shapes == "exact"
-            self.model.run_block(
-                block_index,
+            group = Group(
                 buffers,
-                first=first,
-                rows=rows if is_exact else bucket_rows(rows),
-                columns=first + rows if is_exact else buffers.num_slots,
+                first,
+                rows if is_exact else bucket_rows(rows),
+                first + rows if is_exact else buffers.num_slots,
             )
+            self.model.run_block(block_index, (group,))
             first += rows
             counts.filled[block_index] = first
             stats.layers_run += self._block_sizes[block_index]
