@@ -23,6 +23,7 @@ from torch import Tensor
 from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle
 from nvium_titan.core.mixture import at_least_float32
 from nvium_titan.errors import BundleError
+from nvium_titan.quantization import dequantize, quantize_int8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -94,6 +95,9 @@ class DecoderParams:
     """The head W_lm that every exit shares; the embedding itself if the two are tied."""
     num_tokens: int
     """Ids the tokenizer knows, at most V; rows from here on are padding and are never sampled."""
+    is_int8: bool = False
+    """Whether all matrices lie on a grid of int8 steps per output, as `quantization` rounds them;
+    the tensors here are those products, in float32."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,19 +126,31 @@ class DecoderParams:
 
         Args:
             path: The bundle directory.
-            dtype: Type to compute in: float32, float64, bfloat16 or float16.
+            dtype: Type to compute in: float32, float64, bfloat16 or float16; or int8: float32
+                with weights rounded to int8 steps.
             device: Where to compute.
 
         Raises:
             BundleError: If the bundle is incomplete or malformed.
         """
         bundle = read_bundle(path)
-        tensors = bundle.load_tensors(dtype=dtype, device=device)
-        return cls.from_tensors(bundle.config, tensors, num_tokens=bundle.tokenizer_vocab_size)
+        is_int8 = dtype == torch.int8
+        tensors = bundle.load_tensors(dtype=torch.float32 if is_int8 else dtype, device=device)
+        return cls.from_tensors(
+            bundle.config,
+            dequantize(quantize_int8(tensors), dtype=torch.float32) if is_int8 else tensors,
+            num_tokens=bundle.tokenizer_vocab_size,
+            is_int8=is_int8,
+        )
 
     @classmethod
     def from_tensors(
-        cls, config: BundleConfig, tensors: Mapping[str, Tensor], *, num_tokens: int | None = None
+        cls,
+        config: BundleConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        num_tokens: int | None = None,
+        is_int8: bool = False,
     ) -> DecoderParams:
         """Return HF-named tensors packed for inference.
 
@@ -143,6 +159,7 @@ class DecoderParams:
             tensors: Exactly the tensors of `bundle.expected_tensors(config)`, all of one dtype and
                 on one device. Matrices are copied; the embedding and the head are aliased.
             num_tokens: Ids the tokenizer knows; every row of the head if None.
+            is_int8: Whether the matrices are on a grid of int8 steps; they are float32 then.
 
         Raises:
             BundleError: If a tensor is missing or of the wrong shape, or `num_tokens` is larger
@@ -177,6 +194,7 @@ class DecoderParams:
             ),
             head_VD=embedding_VD if config.tie_word_embeddings else tensors["lm_head.weight"],
             num_tokens=num_tokens,
+            is_int8=is_int8,
         )
 
     @classmethod
@@ -194,13 +212,24 @@ class DecoderParams:
         Args:
             config: The dimensions.
             seed: Seeds every tensor.
-            dtype: Type to compute in.
+            dtype: Type to compute in; or int8, as for `from_bundle`.
             device: Where to compute.
             num_tokens: Ids that may be sampled; all if None.
         """
-        tensors = random_tensors(config, seed=seed, dtype=dtype)
+        is_int8 = dtype == torch.int8
+        tensors = random_tensors(config, seed=seed, dtype=torch.float32 if is_int8 else dtype)
+        if is_int8:
+            tensors = dequantize(quantize_int8(tensors), dtype=torch.float32)
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        return cls.from_tensors(config, tensors, num_tokens=num_tokens)
+        return cls.from_tensors(config, tensors, num_tokens=num_tokens, is_int8=is_int8)
+
+
+def rope_table(config: BundleConfig, *, num_slots: int) -> Tensor:
+    """Return exp(i position / theta^(2 p / H)) per position and rotary pair, (S, P), complex128."""
+    exponent_P = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    position_S = torch.arange(num_slots, dtype=torch.float64)
+    angle_SP = torch.outer(position_S, config.rope_theta**-exponent_P)
+    return torch.polar(torch.ones_like(angle_SP), angle_SP)
 
 
 def random_tensors(

@@ -1,0 +1,1 @@
+"""Kernels in C for decoding on the CPU; see `kernels.c`."""

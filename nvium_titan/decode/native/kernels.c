@@ -1,0 +1,497 @@
+// The decode step on the CPU, at the speed of the memory: whole blocks, junctions, the head.
+//
+// A decode step reads every weight once and does little with it, so its time is that of the read,
+// as long as a piggyback group of a few rows costs no more than one row. Weights therefore lie in
+// panels of 16 outputs, in the order in which they are read, and a panel goes through all rows of
+// the group while it is in the cache. One call runs all layers of a block.
+//
+// One row's result is a fixed sequence of operations: sums run over the inputs in order, whatever
+// the other rows are. So the result of a row is the same to the bit in any group, any batch and
+// any number of threads, and piggybacked decoding equals a full forward pass to the bit.
+//
+// Weights are float32, bfloat16, or int8 with a scale per output; activations, sums and the KV
+// cache are float32. For int8 an activation row is rounded to integers by its own scale, and sums
+// are exact int32: as many bits as cannot overflow, 12 at an input width of 4096, 15 at most.
+//
+// Shapes in comments: R rows, I inputs, O outputs, G key/value heads, H head width, S slots.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+enum { PANEL = 16, HALF = 8, TILE = 6, INNER = 256, MAX_ROWS = 128 };
+enum { FLOAT32, BFLOAT16, INT8 };
+
+typedef float floats __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(32), aligned(4), may_alias));
+#define INLINE static inline __attribute__((always_inline))
+
+// A matrix (O, I) in panels; see native/model.py for the three packings.
+typedef struct {
+    const void *weights;
+    const float *scales;  // (O,), int8 only
+    const float *bias;    // (O,) or null
+    int32_t inputs, outputs;
+    float levels;  // int8: largest activation integer
+} Linear;
+
+typedef struct {
+    const float *attn_norm, *mlp_norm;  // (D,)
+    Linear qkv, attn_out, gate, up, down;
+} Layer;
+
+typedef struct {
+    int32_t kind, width, heads, kv_heads, head_dim, ffn;
+    float eps, scale;    // scale of the attention scores
+    const float *rope;   // (S, H / 2, 2): cosine, sine
+} Dims;
+
+// Rows first .. first + rows - 1 of one sequence.
+typedef struct {
+    float *kv;            // (layers of the block, 2G, S, H): keys, then values
+    const float *input;   // (S, D): boundary states before the block
+    float *output;        // (S, D): and behind it
+    int64_t slots;
+    int32_t first, rows;
+} Group;
+
+// ---- products ------------------------------------------------------------------------------
+
+// The sums of one panel for `rows` rows over inputs [from, to), added to sum (rows, 16).
+INLINE void add_tile(int kind, int rows, const void *act, long stride, const void *panel, int from,
+                     int to, float *sum) {
+    if (kind == INT8) {
+        ints low[TILE], high[TILE];
+        for (int r = 0; r < rows; r++) {
+            memcpy(&low[r], sum + r * PANEL, 32);
+            memcpy(&high[r], sum + r * PANEL + HALF, 32);
+        }
+        for (int i = from / 2; i < (to + 1) / 2; i++) {
+            const int8_t *w = (const int8_t *)panel + (long)i * 2 * PANEL;
+            __builtin_prefetch(w + 2048);
+#ifdef __AVX2__
+            __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
+            __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + PANEL)));
+            for (int r = 0; r < rows; r++) {
+                int32_t pair;
+                memcpy(&pair, (const int16_t *)act + r * stride + 2 * i, 4);
+                __m256i a = _mm256_set1_epi32(pair);
+                low[r] += (ints)_mm256_madd_epi16(a, w0);
+                high[r] += (ints)_mm256_madd_epi16(a, w1);
+            }
+#else
+            for (int r = 0; r < rows; r++) {
+                const int16_t *a = (const int16_t *)act + r * stride + 2 * i;
+                for (int o = 0; o < HALF; o++) {
+                    low[r][o] += a[0] * w[2 * o] + a[1] * w[2 * o + 1];
+                    high[r][o] += a[0] * w[PANEL + 2 * o] + a[1] * w[PANEL + 2 * o + 1];
+                }
+            }
+#endif
+        }
+        for (int r = 0; r < rows; r++) {
+            memcpy(sum + r * PANEL, &low[r], 32);
+            memcpy(sum + r * PANEL + HALF, &high[r], 32);
+        }
+        return;
+    }
+    floats low[TILE], high[TILE];
+    for (int r = 0; r < rows; r++) {
+        low[r] = *(const floats *)(sum + r * PANEL);
+        high[r] = *(const floats *)(sum + r * PANEL + HALF);
+    }
+    for (int i = from; i < to; i++) {
+        floats w0, w1;
+        if (kind == BFLOAT16) {
+            const uint16_t *w = (const uint16_t *)panel + (long)i * PANEL;
+            __builtin_prefetch(w + 1024);
+            words pairs = *(const words *)w;
+            w0 = (floats)(pairs << 16);
+            w1 = (floats)(pairs & 0xffff0000u);
+        } else {
+            const float *w = (const float *)panel + (long)i * PANEL;
+            __builtin_prefetch(w + 512);
+            w0 = *(const floats *)w;
+            w1 = *(const floats *)(w + HALF);
+        }
+        for (int r = 0; r < rows; r++) {
+            float a = ((const float *)act)[r * stride + i];
+            low[r] += a * w0;
+            high[r] += a * w1;
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        *(floats *)(sum + r * PANEL) = low[r];
+        *(floats *)(sum + r * PANEL + HALF) = high[r];
+    }
+}
+
+// Rows made ready for products: float32 rows, or int16 rows with their scales.
+typedef struct {
+    void *rows;       // (R, stride)
+    long stride;      // elements from row to row
+    float *scales;    // (R,), int8 only
+} Operand;
+
+static long element_size(int kind) { return kind == INT8 ? 1 : kind == BFLOAT16 ? 2 : 4; }
+
+INLINE void run_tiles(int kind, const Operand *x, int rows, const void *panel, int inputs,
+                      float *sum) {
+    for (int from = 0; from < inputs; from += INNER) {
+        int to = from + INNER < inputs ? from + INNER : inputs;
+        for (int r = 0; r < rows; r += TILE) {
+            const char *act = (const char *)x->rows + r * x->stride * (kind == INT8 ? 2 : 4);
+            float *s = sum + r * PANEL;
+            switch (rows - r) {
+                case 1: add_tile(kind, 1, act, x->stride, panel, from, to, s); break;
+                case 2: add_tile(kind, 2, act, x->stride, panel, from, to, s); break;
+                case 3: add_tile(kind, 3, act, x->stride, panel, from, to, s); break;
+                case 4: add_tile(kind, 4, act, x->stride, panel, from, to, s); break;
+                case 5: add_tile(kind, 5, act, x->stride, panel, from, to, s); break;
+                default: add_tile(kind, TILE, act, x->stride, panel, from, to, s);
+            }
+        }
+    }
+}
+
+// sum (R, 16) = outputs 16 p .. 16 p + 15 of a linear layer, bias included.
+static void multiply_panel(int kind, const Operand *x, int rows, const Linear *linear, int p,
+                           float *sum) {
+    long inputs = kind == INT8 ? (linear->inputs + 1L) / 2 * 2 : linear->inputs;
+    const char *panel = (const char *)linear->weights + p * PANEL * inputs * element_size(kind);
+    memset(sum, 0, sizeof(float) * PANEL * rows);
+    if (kind == FLOAT32) run_tiles(FLOAT32, x, rows, panel, inputs, sum);
+    if (kind == BFLOAT16) run_tiles(BFLOAT16, x, rows, panel, inputs, sum);
+    if (kind == INT8) {
+        run_tiles(INT8, x, rows, panel, inputs, sum);
+        const float *scales = linear->scales + p * PANEL;
+        for (int r = 0; r < rows; r++)
+            for (int o = 0; o < PANEL; o++) {
+                int32_t exact;
+                memcpy(&exact, sum + r * PANEL + o, 4);
+                sum[r * PANEL + o] = (float)exact * (x->scales[r] * scales[o]);
+            }
+    }
+    if (linear->bias)
+        for (int r = 0; r < rows; r++)
+            for (int o = 0; o < PANEL; o++) sum[r * PANEL + o] += linear->bias[p * PANEL + o];
+}
+
+static int num_panels(const Linear *linear) { return (linear->outputs + PANEL - 1) / PANEL; }
+
+static int panel_width(const Linear *linear, int p) {
+    int left = linear->outputs - p * PANEL;
+    return left < PANEL ? left : PANEL;
+}
+
+// Copy a row into the operand; for int8 as integers, by the row's own scale.
+static void set_row(int kind, Operand *x, int r, const float *row, int inputs, float levels) {
+    if (kind != INT8) {
+        memcpy((float *)x->rows + r * x->stride, row, sizeof(float) * inputs);
+        return;
+    }
+    int16_t *q = (int16_t *)x->rows + r * x->stride;
+    float largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int i = 0; i < inputs; i++) {
+        float size = fabsf(row[i]);
+        largest = size > largest ? size : largest;
+    }
+    float inverse = largest > 0 ? levels / largest : 0;
+    x->scales[r] = largest / levels;
+    for (int i = 0; i < inputs; i++) q[i] = (int16_t)(int32_t)rintf(row[i] * inverse);
+    if (inputs % 2) q[inputs] = 0;
+}
+
+static void set_norm_row(int kind, Operand *x, int r, const float *row, const float *gain,
+                         int inputs, float eps, float levels, float *scratch) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < inputs; i++) sum += row[i] * row[i];
+    float inverse = 1 / sqrtf(sum / inputs + eps);
+    float *out = kind == INT8 ? scratch : (float *)x->rows + r * x->stride;
+    for (int i = 0; i < inputs; i++) out[i] = row[i] * inverse * gain[i];
+    if (kind == INT8) set_row(kind, x, r, out, inputs, levels);
+}
+
+// ---- functions -----------------------------------------------------------------------------
+
+// exp(x) for x <= 88, to 2 units in the last place; 0 below -87.3.
+INLINE float fast_exp(float x) {
+    float n = x * 1.44269504f + 12582912.0f;  // rounds to an integer
+    n -= 12582912.0f;
+    float y = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float poly = 1.9875691500e-4f;
+    poly = poly * y + 1.3981999507e-3f;
+    poly = poly * y + 8.3334519073e-3f;
+    poly = poly * y + 4.1665795894e-2f;
+    poly = poly * y + 1.6666665459e-1f;
+    poly = poly * y + 5.0000001201e-1f;
+    poly = poly * (y * y) + y + 1;
+    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
+    return x < -87.3f ? 0 : poly * power.value;
+}
+
+INLINE float silu(float x) { return x / (1 + fast_exp(x > -87 ? -x : 87)); }
+
+INLINE float gelu(float x) { return 0.5f * x * (1 + erff(x * 0.70710678f)); }
+
+// ---- attention -----------------------------------------------------------------------------
+
+static void rotate(float *head, const float *rope, int head_dim) {
+    for (int p = 0; p < head_dim; p += 2) {
+        float a = head[p], b = head[p + 1];
+        head[p] = a * rope[p] - b * rope[p + 1];
+        head[p + 1] = a * rope[p + 1] + b * rope[p];
+    }
+}
+
+static void attend(const float *query, const float *keys, const float *values, int columns,
+                   int head_dim, float scale, float *scores, float *out) {
+    float largest = -INFINITY;
+    for (int s = 0; s < columns; s++) {
+        const float *key = keys + (long)s * head_dim;
+        float dot = 0;
+#pragma omp simd reduction(+ : dot)
+        for (int h = 0; h < head_dim; h++) dot += query[h] * key[h];
+        scores[s] = dot * scale;
+        largest = scores[s] > largest ? scores[s] : largest;
+    }
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int s = 0; s < columns; s++) {
+        scores[s] = fast_exp(scores[s] - largest);
+        sum += scores[s];
+    }
+    memset(out, 0, sizeof(float) * head_dim);
+    for (int s = 0; s < columns; s++) {
+        const float *value = values + (long)s * head_dim;
+        for (int h = 0; h < head_dim; h++) out[h] += scores[s] * value[h];
+    }
+    for (int h = 0; h < head_dim; h++) out[h] /= sum;
+}
+
+// ---- what Python calls ---------------------------------------------------------------------
+
+static void share(int num_items, int *from, int *to) {
+    int thread = 0, threads = 1;
+#ifdef _OPENMP
+    thread = omp_get_thread_num();
+    threads = omp_get_num_threads();
+#endif
+    *from = (int)((long)num_items * thread / threads);
+    *to = (int)((long)num_items * (thread + 1) / threads);
+}
+
+// Floats of work space: what the threads share, then what each has of its own.
+static long shared_floats(const Dims *d, int rows) {
+    return (long)rows * ((2L * d->heads + 2L * d->kv_heads) * d->head_dim + d->ffn);
+}
+
+static long widest(const Dims *d) {
+    long width = d->width, attended = (long)d->heads * d->head_dim, ffn = d->ffn;
+    long most = width > attended ? width : attended;
+    return ((most > ffn ? most : ffn) + 15) / 16 * 16;
+}
+
+static long own_floats(const Dims *d, int rows, long slots) {
+    return rows * (widest(d) + 1 + PANEL * 2L) + widest(d) + slots;
+}
+
+long nvium_work_floats(const Dims *d, int rows, long slots, int threads) {
+    return shared_floats(d, rows) + threads * own_floats(d, rows, slots);
+}
+
+void nvium_run_block(const Dims *d, const Layer *layers, int num_layers, const Group *groups,
+                     int num_groups, long most_slots, float *work, int threads) {
+    float *x[MAX_ROWS];
+    const Group *group_of[MAX_ROWS];
+    int position[MAX_ROWS], rows = 0;
+    for (int g = 0; g < num_groups; g++)
+        for (int r = 0; r < groups[g].rows; r++, rows++) {
+            position[rows] = groups[g].first + r;
+            group_of[rows] = &groups[g];
+            x[rows] = groups[g].output + (long)position[rows] * d->width;
+            memcpy(x[rows], groups[g].input + (long)position[rows] * d->width,
+                   sizeof(float) * d->width);
+        }
+    const int kind = d->kind, head_dim = d->head_dim, per_group = d->heads / d->kv_heads;
+    const long q_width = (long)d->heads * head_dim, kv_width = (long)d->kv_heads * head_dim;
+    const long qkv_width = q_width + 2 * kv_width;
+    float *qkv = work, *attended = qkv + rows * qkv_width, *hidden = attended + rows * q_width;
+#pragma omp parallel num_threads(threads)
+    {
+        int thread = 0;
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+#endif
+        float *own = work + shared_floats(d, rows) + thread * own_floats(d, rows, most_slots);
+        Operand in = {own, widest(d), own + rows * widest(d)};
+        float *sum = in.scales + rows, *sum_2 = sum + (long)rows * PANEL;
+        float *normed = sum_2 + (long)rows * PANEL, *scores = normed + widest(d);
+        if (kind == INT8) in.stride *= 2;  // int16 in the same space
+        int from, to;
+        for (int l = 0; l < num_layers; l++) {
+            const Layer *layer = &layers[l];
+            for (int r = 0; r < rows; r++)
+                set_norm_row(kind, &in, r, x[r], layer->attn_norm, d->width, d->eps,
+                             layer->qkv.levels, normed);
+            share(num_panels(&layer->qkv), &from, &to);
+            for (int p = from; p < to; p++) {
+                multiply_panel(kind, &in, rows, &layer->qkv, p, sum);
+                for (int r = 0; r < rows; r++)
+                    memcpy(qkv + r * qkv_width + p * PANEL, sum + r * PANEL,
+                           sizeof(float) * panel_width(&layer->qkv, p));
+            }
+#pragma omp barrier
+            share(d->kv_heads, &from, &to);
+            for (int g = from; g < to; g++) {
+                for (int r = 0; r < rows; r++) {
+                    float *heads = qkv + r * qkv_width;
+                    float *key = heads + q_width + g * head_dim;
+                    const float *rope = d->rope + (long)position[r] * head_dim;
+                    const long slots = group_of[r]->slots;
+                    float *keys = group_of[r]->kv + (l * 2L * d->kv_heads + g) * slots * head_dim;
+                    float *values = keys + d->kv_heads * slots * head_dim;
+                    for (int h = g * per_group; h < (g + 1) * per_group; h++)
+                        rotate(heads + h * head_dim, rope, head_dim);
+                    rotate(key, rope, head_dim);
+                    memcpy(keys + (long)position[r] * head_dim, key, sizeof(float) * head_dim);
+                    memcpy(values + (long)position[r] * head_dim, key + kv_width,
+                           sizeof(float) * head_dim);
+                }
+                for (int r = 0; r < rows; r++) {
+                    const long slots = group_of[r]->slots;
+                    float *keys = group_of[r]->kv + (l * 2L * d->kv_heads + g) * slots * head_dim;
+                    for (int h = g * per_group; h < (g + 1) * per_group; h++)
+                        attend(qkv + r * qkv_width + h * head_dim, keys,
+                               keys + d->kv_heads * slots * head_dim, position[r] + 1, head_dim,
+                               d->scale, scores, attended + r * q_width + h * head_dim);
+                }
+            }
+#pragma omp barrier
+            for (int r = 0; r < rows; r++)
+                set_row(kind, &in, r, attended + r * q_width, q_width, layer->attn_out.levels);
+            share(num_panels(&layer->attn_out), &from, &to);
+            for (int p = from; p < to; p++) {
+                multiply_panel(kind, &in, rows, &layer->attn_out, p, sum);
+                for (int r = 0; r < rows; r++)
+                    for (int o = 0; o < panel_width(&layer->attn_out, p); o++)
+                        x[r][p * PANEL + o] += sum[r * PANEL + o];
+            }
+#pragma omp barrier
+            for (int r = 0; r < rows; r++)
+                set_norm_row(kind, &in, r, x[r], layer->mlp_norm, d->width, d->eps,
+                             layer->gate.levels, normed);
+            share(num_panels(&layer->gate), &from, &to);
+            for (int p = from; p < to; p++) {
+                multiply_panel(kind, &in, rows, &layer->gate, p, sum);
+                multiply_panel(kind, &in, rows, &layer->up, p, sum_2);
+                for (int i = 0; i < rows * PANEL; i++) sum[i] = silu(sum[i]) * sum_2[i];
+                for (int r = 0; r < rows; r++)
+                    memcpy(hidden + (long)r * d->ffn + p * PANEL, sum + r * PANEL,
+                           sizeof(float) * panel_width(&layer->gate, p));
+            }
+#pragma omp barrier
+            for (int r = 0; r < rows; r++)
+                set_row(kind, &in, r, hidden + (long)r * d->ffn, d->ffn, layer->down.levels);
+            share(num_panels(&layer->down), &from, &to);
+            for (int p = from; p < to; p++) {
+                multiply_panel(kind, &in, rows, &layer->down, p, sum);
+                for (int r = 0; r < rows; r++)
+                    for (int o = 0; o < panel_width(&layer->down, p); o++)
+                        x[r][p * PANEL + o] += sum[r * PANEL + o];
+            }
+#pragma omp barrier
+        }
+    }
+}
+
+// out (R, D) = RMSNorm(x (R, D)).
+void nvium_norm(const float *x, const float *gain, int width, float eps, int rows, float *out) {
+    Operand operand = {out, width, 0};
+    for (int r = 0; r < rows; r++)
+        set_norm_row(FLOAT32, &operand, r, x + (long)r * width, gain, width, eps, 0, 0);
+}
+
+// out (R,) = RMSNorm(x (R, D)) . weight + bias; x is overwritten.
+void nvium_score(float *x, const float *gain, const float *weight, float bias, int width,
+                 float eps, int rows, float *out) {
+    nvium_norm(x, gain, width, eps, rows, x);
+    for (int r = 0; r < rows; r++) {
+        const float *row = x + (long)r * width;
+        float dot = 0;
+#pragma omp simd reduction(+ : dot)
+        for (int i = 0; i < width; i++) dot += row[i] * weight[i];
+        out[r] = dot + bias;
+    }
+}
+
+enum { PLAIN, SILU, GELU };
+
+// out (R, O) = act(x (R, I) W + bias) + residual, which may be null or `out` itself.
+// Called by all threads of a region; the caller puts the barrier behind it.
+static void apply(int kind, const float *x, const Linear *linear, int act, const float *residual,
+                  int rows, float *out, float *own) {
+    const int stride = (linear->inputs + 15) / 16 * 16, outputs = linear->outputs;
+    Operand in = {own, kind == INT8 ? 2L * stride : stride, own + (long)rows * stride};
+    float *sum = in.scales + rows;
+    for (int r = 0; r < rows; r++)
+        set_row(kind, &in, r, x + (long)r * linear->inputs, linear->inputs, linear->levels);
+    int from, to;
+    share(num_panels(linear), &from, &to);
+    for (int p = from; p < to; p++) {
+        multiply_panel(kind, &in, rows, linear, p, sum);
+        for (int r = 0; r < rows; r++)
+            for (int o = 0; o < panel_width(linear, p); o++) {
+                float y = sum[r * PANEL + o];
+                if (act == SILU) y = silu(y);
+                if (act == GELU) y = gelu(y);
+                long at = (long)r * outputs + p * PANEL + o;
+                out[at] = residual ? y + residual[at] : y;
+            }
+    }
+}
+
+static long apply_floats(const Linear *linear, int rows) {
+    return rows * ((linear->inputs + 15L) / 16 * 16 + 1 + PANEL);
+}
+
+// out (R, O_2) = W_2 act(W_1 x + b_1) + b_2 + residual: an adapter, or a router up to its norm.
+void nvium_two_layers(int kind, const Linear *first, const Linear *second, int act, const float *x,
+                      const float *residual, int rows, float *out, float *work, int threads) {
+    float *hidden = work;
+    long floats_1 = apply_floats(first, rows), floats_2 = apply_floats(second, rows);
+    long own_size = floats_1 > floats_2 ? floats_1 : floats_2;
+#pragma omp parallel num_threads(threads)
+    {
+        int thread = 0;
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+#endif
+        float *own = work + (long)rows * first->outputs + thread * own_size;
+        apply(kind, x, first, act, 0, rows, hidden, own);
+#pragma omp barrier
+        apply(kind, hidden, second, PLAIN, residual, rows, out, own);
+    }
+}
+
+// out (R, O) = W x.
+void nvium_linear(int kind, const Linear *linear, const float *x, int rows, float *out,
+                  float *work, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int thread = 0;
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+#endif
+        apply(kind, x, linear, PLAIN, 0, rows, out, work + thread * apply_floats(linear, rows));
+    }
+}

@@ -1,0 +1,287 @@
+"""The forward pass of inference on the CPU, in the kernels of `kernels.c`.
+
+Does what `decode.model.DecoderModel` does, which is its slow twin in the tests. Weights are
+float32, bfloat16 or int8; the residual stream, the KV cache and all sums are float32.
+
+Shapes: T rows, D width, V vocabulary, O outputs, I inputs, P panels of 16 outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_long, c_void_p
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nvium_titan.decode.deferred import PREFILL_BUCKETS
+from nvium_titan.decode.kv_cache import SequenceBuffers
+from nvium_titan.decode.block_model import Group
+from nvium_titan.decode.native.build import load_library
+from nvium_titan.decode.params import DecoderParams, rope_table
+from nvium_titan.quantization import int8_scales
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_PANEL = 16
+_PLAIN_ACT, _SILU, _GELU = 0, 1, 2
+_MOST_ROWS = PREFILL_BUCKETS[-1]
+
+
+class _Linear(Structure):
+    _fields_ = (
+        ("weights", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int32),
+        ("outputs", c_int32),
+        ("levels", c_float),
+    )
+
+
+class _Layer(Structure):
+    _fields_ = (
+        ("attn_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        *((name, _Linear) for name in ("qkv", "attn_out", "gate", "up", "down")),
+    )
+
+
+class _Dims(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "width", "heads", "kv_heads", "head_dim", "ffn")),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("rope", c_void_p),
+    )
+
+
+class _Group(Structure):
+    _fields_ = (
+        ("kv", c_void_p),
+        ("input", c_void_p),
+        ("output", c_void_p),
+        ("slots", c_int64),
+        ("first", c_int32),
+        ("rows", c_int32),
+    )
+
+
+class _Exit:
+    """One exit's norm, adapter and router, packed."""
+
+    def __init__(self, norm_D: Tensor) -> None:
+        self.norm_D = norm_D
+        self.adapter: tuple[_Linear, _Linear] | None = None
+        self.router: tuple[_Linear, _Linear] | None = None
+        self.router_norm_D = norm_D
+        self.leave_D = norm_D
+        self.leave_bias = 0.0
+
+
+class NativeModel:
+    """Packed weights; runs blocks on a sequence's buffers. Read-only after construction.
+
+    One call runs at a time: it uses all threads of torch's setting and one work space.
+    """
+
+    def __init__(self, params: DecoderParams, *, num_slots: int) -> None:
+        """Pack the weights.
+
+        Args:
+            params: The weights, on the CPU. float32, bfloat16, or float32 on an int8 grid.
+            num_slots: Largest number of slots that any sequence will have.
+
+        Raises:
+            DependencyError: If there is no C compiler, or it fails.
+        """
+        config = params.config
+        self._library = load_library()
+        self._library.nvium_work_floats.restype = c_long
+        self._kept: list[Tensor] = []
+        self._dtype = torch.int8 if params.is_int8 else params.dtype
+        self._kind = _KINDS[self._dtype]
+        self._width = config.hidden_size
+        self._eps = config.rms_norm_eps
+        self._num_slots = num_slots
+        self._embedding_VD = params.embedding_VD
+        self._dims = _Dims(
+            kind=self._kind,
+            width=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            ffn=config.intermediate_size,
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5 if params.is_low_precision else 1.0,
+            rope=self._keep(torch.view_as_real(rope_table(config, num_slots=num_slots)).float()),
+        )
+        ffn = config.intermediate_size
+        self._blocks = []
+        for block in config.plan.blocks:
+            layers = (_Layer * len(block))()
+            for packed, index in zip(layers, block, strict=True):
+                layer = params.layers[index]
+                packed.attn_norm = self._keep(layer.attn_norm_2D[: self._width].float())
+                packed.mlp_norm = self._keep(layer.mlp_norm_2D[: self._width].float())
+                packed.qkv = self._pack(layer.qkv_DW)
+                packed.attn_out = self._pack(layer.attn_out_QD)
+                packed.gate = self._pack(layer.gate_up_D2F[:, :ffn])
+                packed.up = self._pack(layer.gate_up_D2F[:, ffn:])
+                packed.down = self._pack(layer.down_FD)
+            self._blocks.append(layers)
+        self._exits = []
+        for weights in params.exits:
+            packed_exit = _Exit(weights.norm_2D[: self._width].float())
+            if weights.adapter_in_DA is not None and weights.adapter_out_AD is not None:
+                packed_exit.adapter = (
+                    self._pack(weights.adapter_in_DA),
+                    self._pack(weights.adapter_out_AD),
+                )
+            if weights.router is not None:
+                router = weights.router
+                packed_exit.router = (
+                    self._pack(router.fc1_DR, bias=router.fc1_bias_R),
+                    self._pack(
+                        router.fc2_R2D[:, : self._width], bias=router.fc2_bias_2D[: self._width]
+                    ),
+                )
+                packed_exit.router_norm_D = router.norm_2D[: self._width].float()
+                packed_exit.leave_D = router.leave_2D[: self._width].float()
+                packed_exit.leave_bias = float(router.leave_bias)
+            self._exits.append(packed_exit)
+        self._head = self._pack(params.head_VD.t())
+        self._work = torch.empty(0)
+        self._lock = threading.Lock()
+
+    def _keep(self, tensor: Tensor) -> int:
+        """Return the address of a tensor that lives as long as the model."""
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _pack(self, weight_IO: Tensor, *, bias: Tensor | None = None) -> _Linear:
+        """Return a matrix in panels of 16 outputs, (P, I, 16), in the order the kernels read.
+
+        bfloat16: a 32-bit word holds outputs j and j + 8. int8: inputs go in pairs, (P, I / 2, 16,
+        2).
+        """
+        num_inputs, num_outputs = weight_IO.shape
+        short = -num_outputs % _PANEL
+        weight_OI = F.pad(weight_IO.t(), (0, 0, 0, short))
+        linear = _Linear(inputs=num_inputs, outputs=num_outputs)
+        if self._dtype == torch.int8:
+            scales_O = int8_scales(weight_OI)
+            integers_OI = F.pad((weight_OI / scales_O[:, None]).round(), (0, num_inputs % 2))
+            panels = integers_OI.to(torch.int8).view(-1, _PANEL, (num_inputs + 1) // 2, 2)
+            linear.weights = self._keep(panels.transpose(1, 2))
+            linear.scales = self._keep(scales_O)
+            linear.levels = min(32767, (2**31 - 1) // (127 * num_inputs))
+        else:
+            panels = weight_OI.to(self._dtype).view(-1, _PANEL, num_inputs).transpose(1, 2)
+            if self._dtype == torch.bfloat16:
+                panels = panels.unflatten(2, (2, _PANEL // 2)).transpose(2, 3)
+            linear.weights = self._keep(panels)
+        if bias is not None:
+            linear.bias = self._keep(F.pad(bias.float(), (0, short)))
+        return linear
+
+    def _work_space(self, num_floats: int) -> int:
+        if self._work.numel() < num_floats:
+            self._work = torch.empty(num_floats)
+        return self._work.data_ptr()
+
+    # --- what an engine calls -------------------------------------------------------------------
+
+    def embed(self, buffers: SequenceBuffers, token_ids: Sequence[int], *, first: int) -> None:
+        """Write the embeddings of `token_ids` at positions `first`, `first` + 1, ..."""
+        rows_TD = buffers.boundary_SD[0].narrow(0, first, len(token_ids))
+        if len(token_ids) == 1:
+            rows_TD.copy_(self._embedding_VD[token_ids[0]])
+        else:
+            rows_TD.copy_(self._embedding_VD[torch.tensor(token_ids)])
+
+    def run_block(self, block_index: int, groups: Sequence[Group]) -> None:
+        """Run the layers of one block on rows of one or several sequences.
+
+        See `DecoderModel.run_block`. No host reads, no allocation after the largest group.
+        """
+        packed = (_Group * len(groups))()
+        num_rows = most_slots = 0
+        for item, group in zip(packed, groups, strict=True):
+            buffers = group.buffers
+            item.kv = buffers.slots_LGSH[block_index].data_ptr()
+            item.input = buffers.boundary_SD[block_index].data_ptr()
+            item.output = buffers.boundary_SD[block_index + 1].data_ptr()
+            item.slots = buffers.num_slots
+            item.first = group.first
+            item.rows = group.rows
+            num_rows += group.rows
+            most_slots = max(most_slots, group.first + group.rows)
+        assert num_rows <= _MOST_ROWS, "the runner caps the rows of a call"
+        layers = self._blocks[block_index]
+        threads = torch.get_num_threads()
+        with self._lock:
+            size = self._library.nvium_work_floats(
+                byref(self._dims), num_rows, c_long(most_slots), threads
+            )
+            self._library.nvium_run_block(
+                byref(self._dims), layers, len(layers), packed, len(groups), c_long(most_slots),
+                c_void_p(self._work_space(size)), threads,
+            )  # fmt: skip
+
+    def exit_norm(self, exit_index: int, h_TD: Tensor) -> Tensor:
+        """Return n_k = RMSNorm_k(h_k); see `DecoderModel.exit_norm`."""
+        n_TD = torch.empty_like(h_TD)
+        self._library.nvium_norm(
+            c_void_p(h_TD.data_ptr()), c_void_p(self._exits[exit_index].norm_D.data_ptr()),
+            self._width, c_float(self._eps), len(h_TD), c_void_p(n_TD.data_ptr()),
+        )  # fmt: skip
+        return n_TD
+
+    def router_logit(self, junction_index: int, n_TD: Tensor) -> Tensor:
+        """Return z_k, exit minus continue, shape (T,); see `DecoderModel.router_logit`."""
+        weights = self._exits[junction_index]
+        assert weights.router is not None, "the last exit has no router"
+        score_TD = self._two_layers(weights.router, _GELU, n_TD, residual_TD=None)
+        z_T = torch.empty(len(n_TD))
+        self._library.nvium_score(
+            c_void_p(score_TD.data_ptr()), c_void_p(weights.router_norm_D.data_ptr()),
+            c_void_p(weights.leave_D.data_ptr()), c_float(weights.leave_bias),
+            self._width, c_float(self._eps), len(n_TD), c_void_p(z_T.data_ptr()),
+        )  # fmt: skip
+        return z_T
+
+    def exit_state(self, exit_index: int, n_TD: Tensor) -> Tensor:
+        """Return o_k = n_k + A_k(n_k); see `DecoderModel.exit_state`."""
+        adapter = self._exits[exit_index].adapter
+        return n_TD if adapter is None else self._two_layers(adapter, _SILU, n_TD, residual_TD=n_TD)
+
+    def _two_layers(
+        self, layers: tuple[_Linear, _Linear], act: int, n_TD: Tensor, *, residual_TD: Tensor | None
+    ) -> Tensor:
+        first, second = layers
+        num_rows, threads = len(n_TD), torch.get_num_threads()
+        out_TD = torch.empty_like(n_TD)
+        widest = max(first.inputs, second.inputs) + 2 * _PANEL
+        with self._lock:
+            work = self._work_space(num_rows * (first.outputs + threads * widest))
+            self._library.nvium_two_layers(
+                self._kind, byref(first), byref(second), act, c_void_p(n_TD.data_ptr()),
+                c_void_p(None if residual_TD is None else residual_TD.data_ptr()), num_rows,
+                c_void_p(out_TD.data_ptr()), c_void_p(work), threads,
+            )  # fmt: skip
+        return out_TD
+
+    def logits(self, o_TD: Tensor) -> Tensor:
+        """Return W_lm o, shape (T, V), float32; see `DecoderModel.logits`."""
+        num_rows, threads = len(o_TD), torch.get_num_threads()
+        logits_TV = torch.empty(num_rows, self._head.outputs)
+        with self._lock:
+            work = self._work_space(threads * num_rows * (self._head.inputs + 2 * _PANEL))
+            self._library.nvium_linear(
+                self._kind, byref(self._head), c_void_p(o_TD.data_ptr()), num_rows,
+                c_void_p(logits_TV.data_ptr()), c_void_p(work), threads,
+            )  # fmt: skip
+        return logits_TV
