@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 from nvium_titan.errors import ConfigError, nearest
 from nvium_titan.exit_plan import resolve_exit_plan
@@ -112,6 +113,39 @@ def dense_twin(dims: ModelDims) -> ModelDims:
     twin = dataclasses.replace(bare, ffn_dim=_round_up(width))
     excess = sum(count_params(twin).values()) / sum(count_params(dims).values()) - 1
     return twin if excess <= 0.003 else dataclasses.replace(bare, ffn_dim=math.ceil(width))
+
+
+def shape_dims(shape: str, *, num_exits: int = 4) -> ModelDims:
+    """Return the numbers of a shape WIDTHxDEPTH, such as "768x24".
+
+    A width and depth of the paper give its model; others follow its rules: heads of 64 (32 below
+    width 512), an MLP of 8/3 of the width rounded up to a multiple of 8, a vocabulary of 32000.
+
+    Args:
+        shape: Width and layers.
+        num_exits: Exits, the final one included, evenly spaced.
+
+    Raises:
+        ConfigError: If it is not such a shape, or the exits do not divide the layers.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)", shape)
+    dim, num_layers = map(int, match.groups()) if match else (0, 0)
+    head_dim = 64 if dim >= 512 else 32
+    if dim < 1 or dim % head_dim or num_layers < 1:
+        raise ConfigError(
+            f"shape {shape!r}: must be WIDTHxDEPTH, such as 768x24, the width a multiple of 64 "
+            "(of 32 below 512)"
+        )
+    named = _named_dims().get(f"quadrivium-{shape}")
+    if named is not None and num_exits == named.plan.num_exits:
+        return named
+    return _dims(
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=named.num_heads if named else dim // head_dim,
+        ffn_dim=_round_up(8 * dim / 3),
+        num_exits=num_exits,
+    )
 
 
 def flavor_names() -> list[str]:

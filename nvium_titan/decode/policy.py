@@ -23,7 +23,7 @@ class ExitPolicy(Protocol):
 
     @property
     def reads_router(self) -> bool:
-        """Whether `leaves` looks at the router; if not, the router need not be run."""
+        """Whether the router is to be run and read on the host; if not, `leaves` gets NaN."""
 
     @property
     def router_temperature(self) -> float | None:
@@ -160,6 +160,9 @@ class ScriptedExits:
     first_position: int = 0
     """Position of the token that takes the first entry."""
 
+    runs_router: bool = False
+    """Also run and read every router on the way, as sampling would, so that its cost is paid."""
+
     @property
     def law(self) -> str:
         """See `ExitPolicy`."""
@@ -168,7 +171,7 @@ class ScriptedExits:
     @property
     def reads_router(self) -> bool:
         """See `ExitPolicy`."""
-        return False
+        return self.runs_router
 
     @property
     def router_temperature(self) -> float | None:

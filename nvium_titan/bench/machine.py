@@ -1,0 +1,60 @@
+"""The machine under a benchmark: its CPU, and whether anything else is using it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from pathlib import Path
+
+from nvium_titan.bench.report import Cpu
+
+MATTERING_FLAGS = (
+    "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8",
+)  # fmt: skip
+"""Instruction sets that decide how fast a type of weights is."""
+
+MAX_BUSY_CORES = 0.5
+"""With more than this taken by others, figures show nothing."""
+
+_WATCH_S = 0.5
+
+
+def describe_cpu() -> Cpu:
+    """Return the CPU, and how busy others keep it: sleeps half a second to see that."""
+    name, flags = platform.processor() or platform.machine(), set[str]()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() == "flags":
+                flags = set(value.split())
+                break
+    return Cpu(
+        name=name,
+        num_cores=os.cpu_count() or 1,
+        flags=[flag for flag in MATTERING_FLAGS if flag in flags],
+        busy_cores=_busy_cores(),
+    )
+
+
+def _busy_cores() -> float:
+    """Return the cores in use while this process sleeps; the load average without /proc."""
+    before = _busy_ticks()
+    if before is None:
+        return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    time.sleep(_WATCH_S)
+    after = _busy_ticks()
+    assert after is not None, "/proc/stat has gone"
+    return (after - before) / os.sysconf("SC_CLK_TCK") / _WATCH_S
+
+
+def _busy_ticks() -> int | None:
+    stat = Path("/proc/stat")
+    if not stat.is_file():
+        return None
+    # user, nice, system, idle, iowait, irq, softirq, steal
+    ticks = [int(word) for word in stat.read_text().split("\n", 1)[0].split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4]

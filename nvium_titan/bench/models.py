@@ -1,0 +1,154 @@
+"""The models that a benchmark compares: an N-vium, the dense model of its size, the matched twin.
+
+Dense is the same width and depth with one exit, no adapter and no router, and goes through the same
+engine: the strongest baseline we have. The module owns `load_engine`, the one place that knows in
+which types the engine computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle, write_bundle
+from nvium_titan.convert.export import bundle_config
+from nvium_titan.decode import DecoderParams, Engine
+from nvium_titan.decode.params import random_tensors
+from nvium_titan.errors import BenchError, nearest
+from nvium_titan.flavors import dense_twin
+from nvium_titan.flops import ModelDims
+from nvium_titan.tokenizer import ByteTokenizer, Tokenizer
+
+ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Type of the tensors that `load_engine` wants, by the name of what it computes in."""
+
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes that one weight takes, by the same names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BenchModel:
+    """A model before it is packed: dimensions, and how to get its weights in some type."""
+
+    config: BundleConfig
+    """Dimensions and exits."""
+    tokenizer: Tokenizer
+    """Its tokenizer; of random weights one that knows every id."""
+    load_tensors: Callable[[torch.dtype], Mapping[str, Tensor]]
+    """Gives the tensors of `expected_tensors(config)`, and maybe more, in a type."""
+
+    @classmethod
+    def random(cls, dims: ModelDims, *, seed: int) -> BenchModel:
+        """Return random weights: speed does not depend on them where the exits are forced."""
+        tokenizer = _AnyId(dims.vocab_size)
+        config = bundle_config(dims, tokenizer=tokenizer, dtype="float32")
+        return cls(
+            config=config,
+            tokenizer=tokenizer,
+            load_tensors=lambda dtype: random_tensors(config, seed=seed, dtype=dtype),
+        )
+
+    @classmethod
+    def from_bundle(cls, path: Path) -> BenchModel:
+        """Return a trained model.
+
+        Raises:
+            BundleError: If the bundle is missing, incomplete or malformed.
+            TokenizerError: If its tokenizer cannot be read.
+        """
+        bundle = read_bundle(path)
+        return cls(
+            config=bundle.config,
+            tokenizer=bundle.load_tokenizer(),
+            load_tensors=lambda dtype: bundle.load_tensors(dtype=dtype),
+        )
+
+    @property
+    def dims(self) -> ModelDims:
+        """The dimensions, for the arithmetic of `flops`."""
+        config = self.config
+        return ModelDims(
+            vocab_size=config.vocab_size,
+            dim=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            ffn_dim=config.intermediate_size,
+            rope_theta=config.rope_theta,
+            norm_eps=config.rms_norm_eps,
+            max_seq_len=config.max_position_embeddings,
+            tie_embeddings=config.tie_word_embeddings,
+            exit_layers=config.exit_layers,
+            router_dim=config.router_dim,
+            adapter_dim=config.adapter_dim,
+        )
+
+    def dense(self) -> BenchModel:
+        """Return the same backbone with its final exit alone: no junctions, no adapter."""
+        config = dataclasses.replace(
+            self.config, exit_layers=(), router_dim=0, adapter_dim=0, final_adapter=False
+        )
+        return dataclasses.replace(self, config=config)
+
+    def twin(self, *, seed: int) -> BenchModel:
+        """Return the dense model with as many parameters, by a wider MLP, with random weights."""
+        twin = dense_twin(self.dims)
+        config = dataclasses.replace(self.dense().config, intermediate_size=twin.ffn_dim)
+        return dataclasses.replace(
+            self,
+            config=config,
+            load_tensors=lambda dtype: random_tensors(config, seed=seed, dtype=dtype),
+        )
+
+    def load_engine(self, *, dtype: str, max_seq_len: int) -> Engine:
+        """Return an engine with the weights packed for `dtype`; a name of `ENGINE_DTYPES`."""
+        tensors = self.load_tensors(ENGINE_DTYPES[dtype])
+        params = DecoderParams.from_tensors(
+            self.config, tensors, num_tokens=self.tokenizer.vocab_size
+        )
+        return Engine(params, max_seq_len=max_seq_len)
+
+    def write(self, path: Path, *, dtype: str) -> None:
+        """Write it as a bundle, for an engine that is not ours.
+
+        Args:
+            path: The bundle directory.
+            dtype: Type of the tensors in it: float32 or bfloat16.
+        """
+        tensors = self.load_tensors(ENGINE_DTYPES[dtype])
+        config = dataclasses.replace(self.config, dtype=dtype)
+        write_bundle(
+            path,
+            config=config,
+            tensors={name: tensors[name] for name in expected_tensors(config)},
+            tokenizer=self.tokenizer,
+            provenance={},
+        )
+
+
+class _AnyId(ByteTokenizer):
+    """Bytes for the first ids, nothing for the others: no id of random weights is padding."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+
+def check_dtypes(names: str) -> list[str]:
+    """Return the names in a comma-separated list of types that the engine computes in.
+
+    Raises:
+        BenchError: If one is unknown, or there is none.
+    """
+    dtypes = [name.strip() for name in names.split(",") if name.strip()]
+    for name in dtypes:
+        if name not in ENGINE_DTYPES:
+            raise BenchError(f"--dtypes {names}: {name!r}{nearest(name, ENGINE_DTYPES)}")
+    if not dtypes:
+        raise BenchError(f"--dtypes {names!r}: give at least one of {', '.join(ENGINE_DTYPES)}")
+    return list(dict.fromkeys(dtypes))

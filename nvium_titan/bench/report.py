@@ -1,0 +1,233 @@
+"""What a benchmark found: typed records, to and from JSON. No torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from nvium_titan.errors import DataError
+
+REPORT_FILE = "bench.json"
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quartiles:
+    """A median and the quartiles around it."""
+
+    median: float
+    """Half of the values are below."""
+    q1: float
+    """A quarter is below."""
+    q3: float
+    """Three quarters are below."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """How many times faster per token N-vium is than another system, from interleaved pairs."""
+
+    over: str
+    """Name of the other system."""
+    ratio: float
+    """Median over the pairs of its time per further token over N-vium's."""
+    ratio_iqr: float
+    """Interquartile range of the same."""
+    spread: float
+    """ratio_iqr / ratio."""
+    conclusive: bool
+    """Whether the spread is small enough; if not, this run shows nothing and must be repeated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SystemFigures:
+    """Times of one system, over all pairs."""
+
+    name: str
+    """"N-vium", "dense", "twin" (parameter-matched dense), "trained dense", or a peer."""
+    dtype: str
+    """Type of its weights."""
+    version: str
+    """Of the package that computes."""
+    threads: int
+    """CPU threads it computes with."""
+    ms_per_token: Quartiles
+    """Per token after the first."""
+    ttft_ms: float
+    """Median time to the first token: the prompt and one choice."""
+    total_ms: float
+    """Median time of a whole generation."""
+    tokens_per_s: float
+    """Tokens after the first per second, at the median."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DtypeFigures:
+    """Everything measured in one interleaved loop: N-vium in one type, and what it ran beside."""
+
+    dtype: str
+    """Type N-vium and dense computed in."""
+    num_pairs: int
+    """Rounds in which every system ran once."""
+    systems: list[SystemFigures]
+    """N-vium first, then dense, then the others."""
+    ratio: float
+    """Of N-vium over dense; see `Ratio`."""
+    ratio_iqr: float
+    """Its interquartile range."""
+    spread: float
+    """ratio_iqr / ratio."""
+    conclusive: bool
+    """Whether it may be quoted."""
+    other_ratios: list[Ratio]
+    """Of N-vium over every other system."""
+    limit: float
+    """Speed-up over dense that the weights read allow, at the exit shares of these runs."""
+    fraction_of_limit: float
+    """ratio / limit."""
+    exit_shares: list[float]
+    """Share of the tokens after the first that left at each exit."""
+    layers_per_token: float
+    """Layer calls per token after the first."""
+    host_reads_per_token: float
+    """Values read from the device per token."""
+    group_size_histogram: dict[str, int]
+    """Block calls by their number of rows, over all pairs."""
+    weight_mb_per_token: dict[str, float]
+    """Megabytes of weights that a token must read, of N-vium and dense."""
+    bandwidth_gb_s: dict[str, float]
+    """The same over the measured time: achieved bandwidth, GB/s."""
+    overhead: dict[str, dict[str, float]]
+    """Milliseconds per further token by part, of N-vium and dense, from one run with timers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cpu:
+    """The machine."""
+
+    name: str
+    """Model name."""
+    num_cores: int
+    """Logical cores."""
+    flags: list[str]
+    """Instruction sets that matter here and that it has."""
+    busy_cores: float
+    """Cores that other processes kept busy just before the first measurement."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchReport:
+    """One `nvium bench`."""
+
+    model: str
+    """The bundle or the shape."""
+    exits: list[int]
+    """Layers run at each exit."""
+    num_params: int
+    """Parameters of N-vium."""
+    forced_shares: list[float] | None
+    """Exit shares that were forced; None where the routers decided."""
+    prompt_tokens: int
+    """Tokens of each prompt."""
+    new_tokens: int
+    """Tokens made in each run."""
+    batch: int
+    """Sequences decoded at once."""
+    num_pairs_wanted: int
+    """Pairs asked for; an interrupted run has fewer."""
+    seed: int
+    """Decides weights, prompts, exits and tokens."""
+    threads: int
+    """CPU threads."""
+    cpu: Cpu
+    """The machine."""
+    versions: dict[str, str]
+    """Of nvium_titan, torch and the peers."""
+    command: str
+    """What was typed."""
+    dtypes: list[DtypeFigures]
+    """One entry per type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CategoryFigures:
+    """One category of prompts."""
+
+    category: str
+    """Its name."""
+    num_prompts: int
+    """Turns answered in each trial."""
+    num_truncated: int
+    """Prompts cut at the front to fit into the model's context."""
+    ms_per_token: dict[str, float]
+    """By system: time over tokens, prompt included, over all trials."""
+    tokens_per_s: dict[str, float]
+    """By system: tokens after the first per second, as they stream by."""
+    ratio: float
+    """Dense over N-vium of ms_per_token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptsReport:
+    """One `nvium bench --prompts`."""
+
+    model: str
+    """The bundle."""
+    prompts: str
+    """The file."""
+    dtype: str
+    """Type computed in."""
+    max_new_tokens: int
+    """Most tokens per prompt."""
+    num_trials: int
+    """Trials of each prompt."""
+    categories: list[CategoryFigures]
+    """In the order of the file."""
+    ratio: float
+    """Mean of the categories' ratios, as the paper reports it."""
+    exit_shares: list[float]
+    """Of N-vium's tokens."""
+    limit: float
+    """Speed-up that these exit shares allow."""
+    threads: int
+    """CPU threads."""
+    cpu: Cpu
+    """The machine."""
+    versions: dict[str, str]
+    """Of nvium_titan and torch."""
+    command: str
+    """What was typed."""
+
+
+def to_json(report: BenchReport | PromptsReport) -> str:
+    """Return a report as one line of JSON."""
+    return json.dumps(asdict(report), ensure_ascii=False, allow_nan=False)
+
+
+def read_report(path: Path) -> BenchReport:
+    """Return the report that `nvium bench --out` or `--json` wrote.
+
+    Raises:
+        DataError: If the file is missing or holds no such report.
+    """
+    try:
+        return _typed(BenchReport, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: not a report of nvium bench ({error!r})") from error
+
+
+def _typed(kind: type[Record], data: dict[str, Any]) -> Record:
+    """Return the dataclass `kind` from the JSON object that `asdict` made of it."""
+    hints = get_type_hints(kind)
+    values = {}
+    for field in fields(kind):  # type: ignore[arg-type]  # Record is a dataclass here
+        hint, value = hints[field.name], data[field.name]
+        item = next(iter(get_args(hint)), None)
+        if is_dataclass(hint):
+            value = _typed(hint, value)  # type: ignore[arg-type]
+        elif is_dataclass(item):
+            value = [_typed(item, row) for row in value]  # type: ignore[arg-type]
+        values[field.name] = value
+    return kind(**values)
