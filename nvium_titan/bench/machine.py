@@ -14,9 +14,6 @@ MATTERING_FLAGS = (
 )  # fmt: skip
 """Instruction sets that decide how fast a type of weights is."""
 
-MAX_BUSY_CORES = 0.5
-"""With more than this taken by others, figures show nothing."""
-
 _WATCH_S = 0.5
 
 

@@ -8,6 +8,7 @@ which types the engine computes.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,11 @@ class BenchModel:
             router_dim=config.router_dim,
             adapter_dim=config.adapter_dim,
         )
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, of the embedding too."""
+        return sum(math.prod(shape) for shape in expected_tensors(self.config).values())
 
     def dense(self) -> BenchModel:
         """Return the same backbone with its final exit alone: no junctions, no adapter."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from nvium_titan.errors import DataError
 
 REPORT_FILE = "bench.json"
+MAX_BUSY_CORES = 0.5
 Record = TypeVar("Record")
 
 
@@ -116,6 +117,11 @@ class Cpu:
     busy_cores: float
     """Cores that other processes kept busy just before the first measurement."""
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether others took so much that figures show nothing."""
+        return self.busy_cores > MAX_BUSY_CORES
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchReport:
@@ -133,8 +139,6 @@ class BenchReport:
     """Tokens of each prompt."""
     new_tokens: int
     """Tokens made in each run."""
-    batch: int
-    """Sequences decoded at once."""
     num_pairs_wanted: int
     """Pairs asked for; an interrupted run has fewer."""
     seed: int

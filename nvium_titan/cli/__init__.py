@@ -15,6 +15,7 @@ from typing import Any
 import tyro
 
 from nvium_titan import __version__
+from nvium_titan.cli.bench import Bench
 from nvium_titan.cli.convert import Export, Import
 from nvium_titan.cli.evaluate import Eval
 from nvium_titan.cli.generate import Generate
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         command: Any = tyro.cli(
-            Train | Export | Import | Generate | Eval | Info,
+            Train | Export | Import | Generate | Eval | Bench | Info,
             args=words,
             config=(tyro.conf.FlagCreatePairsOff,),
             prog="nvium",

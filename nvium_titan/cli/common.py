@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nvium_titan.convert.load import LoadedModel
 
 _BAR_AFTER_S = 5.0
+_DRAW_EVERY_S = 0.2
 
 
 def load(path: Path, *, dtype: str, device: str) -> LoadedModel:
@@ -37,14 +38,20 @@ def progress(title: str, *, total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    bar = Progress(console=Console(stderr=True))
+    # Drawn by whoever reports: a thread that draws would run into what is being measured.
+    bar = Progress(console=Console(stderr=True), auto_refresh=False)
     task = bar.add_task(title, total=total)
-    start = time.monotonic()
+    start = drawn = time.monotonic()
 
     def report(done: int) -> None:
+        nonlocal drawn
         bar.update(task, completed=done)
-        if not bar.live.is_started and time.monotonic() - start > _BAR_AFTER_S:
+        now = time.monotonic()
+        if not bar.live.is_started and now - start > _BAR_AFTER_S:
             bar.start()
+        if bar.live.is_started and now - drawn > _DRAW_EVERY_S:
+            bar.refresh()
+            drawn = now
 
     try:
         yield report

@@ -1,0 +1,50 @@
+"""The bar chart of a benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from nvium_titan.bench.report import BenchReport
+
+
+def plot_bench(report: BenchReport, out: Path) -> None:
+    """Write milliseconds per token by type and system, with the bandwidth limit, as a PNG.
+
+    Args:
+        report: As measured, or as read back by `read_report`.
+        out: The file to write.
+    """
+    rows = [(entry, system) for entry in report.dtypes for system in entry.systems]
+    figure = Figure(figsize=(7, 1.4 + 0.42 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for y, (entry, system) in enumerate(rows):
+        ms = system.ms_per_token
+        is_nvium = system.name == "N-vium"
+        axes.barh(
+            y,
+            ms.median,
+            xerr=[[ms.median - ms.q1], [ms.q3 - ms.median]],
+            color="C1" if is_nvium else "C0",
+            alpha=1.0 if is_nvium else 0.55,
+            error_kw={"elinewidth": 1, "capsize": 3},
+        )
+        label = f" {ms.median:.3g}"
+        if is_nvium:
+            dense_ms = entry.systems[1].ms_per_token.median
+            axes.plot([dense_ms / entry.limit] * 2, [y - 0.45, y + 0.45], "k--", linewidth=1.5)
+            label += f"  ({entry.ratio:.2f}x dense, limit {entry.limit:.2f}x)"
+            label += "" if entry.conclusive else "  inconclusive"
+        axes.text(ms.q3, y, label, va="center", fontsize=8)
+    axes.plot([], [], "k--", linewidth=1.5, label="limit: dense time over the weights saved")
+    names = [
+        f"{system.name}, {system.dtype}" if system.dtype else system.name for _, system in rows
+    ]
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds per token after the first", title=f"Decode, {report.model}")
+    axes.margins(x=0.35)
+    axes.set_xlim(left=0)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.45), frameon=False, fontsize=8)
+    figure.savefig(out, dpi=130)
