@@ -91,6 +91,11 @@ class BenchModel:
         )
 
     @property
+    def context(self) -> int:
+        """Longest sequence, tokens."""
+        return self.config.max_position_embeddings
+
+    @property
     def num_params(self) -> int:
         """Parameters, of the embedding too."""
         return sum(math.prod(shape) for shape in expected_tensors(self.config).values())

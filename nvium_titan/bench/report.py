@@ -157,20 +157,38 @@ class BenchReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CategoryFigures:
-    """One category of prompts."""
+    """One category of prompts, over all trials."""
 
     category: str
     """Its name."""
     num_prompts: int
-    """Turns answered in each trial."""
+    """Prompts answered."""
     num_truncated: int
     """Prompts cut at the front to fit into the model's context."""
     ms_per_token: dict[str, float]
-    """By system: time over tokens, prompt included, over all trials."""
+    """By system: time over tokens, prompt included; what the paper reports."""
     tokens_per_s: dict[str, float]
-    """By system: tokens after the first per second, as they stream by."""
+    """By system: tokens after the first per second, as a user sees them come."""
     ratio: float
     """Dense over N-vium of ms_per_token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptsFigures:
+    """Spec-Bench in one type."""
+
+    dtype: str
+    """Type computed in."""
+    is_complete: bool
+    """Whether every question was answered in every trial."""
+    categories: list[CategoryFigures]
+    """In the order of the file."""
+    ratio: float
+    """Mean of the categories' ratios, as the paper reports it."""
+    exit_shares: list[float]
+    """Of N-vium's tokens."""
+    limit: float
+    """Speed-up over dense that the weights read allow at these exit shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,20 +199,14 @@ class PromptsReport:
     """The bundle."""
     prompts: str
     """The file."""
-    dtype: str
-    """Type computed in."""
+    num_questions: int
+    """Questions of each trial."""
+    num_trials: int
+    """Trials."""
     max_new_tokens: int
     """Most tokens per prompt."""
-    num_trials: int
-    """Trials of each prompt."""
-    categories: list[CategoryFigures]
-    """In the order of the file."""
-    ratio: float
-    """Mean of the categories' ratios, as the paper reports it."""
-    exit_shares: list[float]
-    """Of N-vium's tokens."""
-    limit: float
-    """Speed-up that these exit shares allow."""
+    seed: int
+    """Decides every token."""
     threads: int
     """CPU threads."""
     cpu: Cpu
@@ -203,6 +215,8 @@ class PromptsReport:
     """Of nvium_titan and torch."""
     command: str
     """What was typed."""
+    dtypes: list[PromptsFigures]
+    """One entry per type."""
 
 
 def to_json(report: BenchReport | PromptsReport) -> str:

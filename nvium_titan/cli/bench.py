@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
 
-from nvium_titan.cli.common import progress, shown
+from nvium_titan.cli.bench_tables import OURS, print_prompts, print_report
+from nvium_titan.cli.common import progress
 from nvium_titan.errors import BenchError, DependencyError
 
 if TYPE_CHECKING:
     from nvium_titan.bench.measure import Comparison
     from nvium_titan.bench.models import BenchModel
-    from nvium_titan.bench.report import BenchReport, Cpu, DtypeFigures
+    from nvium_titan.bench.report import (
+        BenchReport,
+        Cpu,
+        DtypeFigures,
+        PromptsFigures,
+        PromptsReport,
+    )
+
+    _Measure = Callable[[Sequence[str], Cpu], tuple[BenchReport | PromptsReport, bool]]
 
 _PAPER_EXITS = 4
+_NEW_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +70,9 @@ class Bench:
     prompt_tokens: int = 32
     """Tokens of each prompt."""
 
-    new_tokens: int = 64
-    """Tokens to make in each run; the first one counts as time to first token only."""
+    new_tokens: int | None = None
+    """Tokens to make in each run, the first of which counts as time to first token only; default:
+    64, and at most 128 per prompt of --prompts."""
 
     pairs: int = 20
     """Rounds in which every system runs once."""
@@ -78,6 +90,12 @@ class Bench:
     """Another engine with the dense model in it: hf, ctranslate2, llama.cpp, onnxruntime-genai, or
     NAME:DTYPE; may be given several times."""
 
+    prompts: Path | None = None
+    """Answer the prompts of Spec-Bench's question.jsonl instead, in three trials; for a bundle."""
+
+    per_category: int | None = None
+    """With --prompts: take the first N questions of each category; default: all."""
+
     json: bool = False
     """Print one JSON object."""
 
@@ -85,7 +103,7 @@ class Bench:
     """Folder for bench.json and a bar chart, bench.png (needs the extra plots)."""
 
     def run(self) -> None:
-        """Measure and print; after Ctrl-C the pairs so far.
+        """Measure and print; after Ctrl-C what there is so far.
 
         Raises:
             BenchError: If there is not exactly one model, or a number is impossible.
@@ -94,66 +112,148 @@ class Bench:
         import torch
 
         from nvium_titan.bench.machine import describe_cpu
-        from nvium_titan.bench.measure import run_comparison
         from nvium_titan.bench.models import check_dtypes
         from nvium_titan.bench.report import REPORT_FILE, BenchReport, to_json
 
-        for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("pairs", 1), ("threads", 1)):
+        self._check_numbers()
+        dtypes = check_dtypes(self.dtypes)
+        if self.out is not None:
+            _check_plots()
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        measure = self._prepare_prompts() if self.prompts else self._prepare_pairs()
+        cpu = describe_cpu()
+        if cpu.is_busy:
+            print(
+                f"nvium: warning: other processes keep {cpu.busy_cores:.1f} cores busy; figures "
+                "show nothing until they are stopped",
+                file=sys.stderr,
+            )
+        report, is_complete = measure(dtypes, cpu)
+        if self.json:
+            print(to_json(report))
+        elif isinstance(report, BenchReport):
+            print_report(report)
+        else:
+            print_prompts(report)
+        if self.out is not None:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / REPORT_FILE).write_text(to_json(report) + "\n", encoding="utf-8")
+            if isinstance(report, BenchReport):
+                from nvium_titan.plots.bench import plot_bench
+
+                plot_bench(report, self.out / "bench.png")
+            print(f"wrote {', '.join(map(str, sorted(self.out.glob('bench.*'))))}", file=sys.stderr)
+        if not is_complete:
+            raise KeyboardInterrupt
+
+    def _check_numbers(self) -> None:
+        for name, least in (
+            ("prompt_tokens", 1), ("new_tokens", 2), ("pairs", 1), ("threads", 1),
+            ("per_category", 1),
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
                 flag = name.replace("_", "-")
                 raise BenchError(f"--{flag} {value}: must be at least {least}")
-        dtypes = check_dtypes(self.dtypes)
-        if self.out is not None:
-            _check_plots()
-            self.out.mkdir(parents=True, exist_ok=True)
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
+        if self.per_category is not None and self.prompts is None:
+            raise BenchError("--per-category takes questions of --prompts, which is missing")
+        if self.prompts is not None:
+            unused = [
+                name for name in ("shape", "exit_probs", "twin", "peer") if getattr(self, name)
+            ]
+            if unused:
+                raise BenchError(
+                    f"--{unused[0].replace('_', '-')} does not go with --prompts, which runs a "
+                    "bundle as it is beside dense"
+                )
+
+    def _prepare_pairs(self) -> _Measure:
+        from nvium_titan.bench.measure import run_comparison
+        from nvium_titan.bench.report import BenchReport
+
         comparison = self._comparison()
-        cpu = describe_cpu()
-        _warn_if_busy(cpu)
-        runs_per_dtype = (self.pairs + 1) * _num_systems(comparison)
-        entries: list[DtypeFigures] = []
-        done = 0
-        with progress("runs", total=runs_per_dtype * len(dtypes)) as report_done:
 
-            def on_run() -> None:
-                nonlocal done
-                done += 1
-                report_done(done)
+        def measure(dtypes: Sequence[str], cpu: Cpu) -> tuple[BenchReport, bool]:
+            entries: list[DtypeFigures] = []
+            total = (self.pairs + 1) * _num_systems(comparison) * len(dtypes)
+            with progress("runs", total=total) as report_done:
+                on_run = _counting(report_done)
+                for dtype in dtypes:
+                    entries.append(run_comparison(comparison, dtype=dtype, on_run=on_run))
+                    if entries[-1].num_pairs < self.pairs:
+                        break
+            model = comparison.model
+            report = BenchReport(
+                model=str(self.bundle or self.shape),
+                exits=list(model.config.plan.block_ends),
+                num_params=model.num_params,
+                forced_shares=_as_list(comparison.forced_shares),
+                prompt_tokens=comparison.prompt_tokens,
+                new_tokens=comparison.new_tokens,
+                num_pairs_wanted=self.pairs,
+                seed=self.seed,
+                threads=_num_threads(),
+                cpu=cpu,
+                versions=_versions(entries),
+                command=_command(),
+                dtypes=entries,
+            )
+            return report, entries[-1].num_pairs == self.pairs
 
-            for dtype in dtypes:
-                entries.append(run_comparison(comparison, dtype=dtype, on_run=on_run))
-                if entries[-1].num_pairs < self.pairs:
-                    break
-        model = comparison.model
-        report = BenchReport(
-            model=str(self.bundle or self.shape),
-            exits=list(model.config.plan.block_ends),
-            num_params=model.num_params,
-            forced_shares=_as_list(comparison.forced_shares),
-            prompt_tokens=self.prompt_tokens,
-            new_tokens=self.new_tokens,
-            num_pairs_wanted=self.pairs,
-            seed=self.seed,
-            threads=torch.get_num_threads(),
-            cpu=cpu,
-            versions=_versions(entries),
-            command=shlex.join(["nvium", *sys.argv[1:]]),
-            dtypes=entries,
+        return measure
+
+    def _prepare_prompts(self) -> _Measure:
+        from nvium_titan.bench.models import BenchModel
+        from nvium_titan.bench.report import PromptsReport
+        from nvium_titan.bench.specbench import (
+            MAX_NEW_TOKENS,
+            NUM_TRIALS,
+            Answerer,
+            read_questions,
+            run_questions,
         )
-        if self.json:
-            print(to_json(report))
-        else:
-            _print_report(report)
-        if self.out is not None:
-            from nvium_titan.plots.bench import plot_bench
 
-            (self.out / REPORT_FILE).write_text(to_json(report) + "\n", encoding="utf-8")
-            plot_bench(report, self.out / "bench.png")
-            print(f"wrote {self.out / REPORT_FILE} and bench.png beside it", file=sys.stderr)
-        if entries[-1].num_pairs < self.pairs:
-            raise KeyboardInterrupt
+        assert self.prompts is not None, "the caller has seen it"
+        model = self._model()
+        dense = BenchModel.from_bundle(self.dense) if self.dense else model.dense()
+        questions = read_questions(self.prompts, per_category=self.per_category)
+        max_new_tokens = self.new_tokens or MAX_NEW_TOKENS
+
+        def measure(dtypes: Sequence[str], cpu: Cpu) -> tuple[PromptsReport, bool]:
+            entries: list[PromptsFigures] = []
+            with progress("questions", total=NUM_TRIALS * len(questions) * len(dtypes)) as report:
+                on_question = _counting(report)
+                for dtype in dtypes:
+                    nvium, beside = (
+                        Answerer(name, m.load_engine(dtype=dtype, max_seq_len=m.context))
+                        for name, m in (("N-vium", model), ("dense", dense))
+                    )
+                    entries.append(
+                        run_questions(
+                            nvium, beside, model.tokenizer, questions,
+                            dims=model.dims, dtype=dtype, max_new_tokens=max_new_tokens,
+                            seed=self.seed, on_question=on_question,
+                        )
+                    )  # fmt: skip
+                    if not entries[-1].is_complete:
+                        break
+            prompts_report = PromptsReport(
+                model=str(self.bundle),
+                prompts=str(self.prompts),
+                num_questions=len(questions),
+                num_trials=NUM_TRIALS,
+                max_new_tokens=max_new_tokens,
+                seed=self.seed,
+                threads=_num_threads(),
+                cpu=cpu,
+                versions=_versions([]),
+                command=_command(),
+                dtypes=entries,
+            )
+            return prompts_report, entries[-1].is_complete
+
+        return measure
 
     def _comparison(self) -> Comparison:
         from nvium_titan.bench.measure import Comparison, parse_peer
@@ -169,11 +269,11 @@ class Bench:
             shares = (1 / num_exits,) * num_exits
         if shares is not None:
             limit_speedup(model.dims, shares)  # checks their number and sum
-        needed, most = self.prompt_tokens + self.new_tokens, model.config.max_position_embeddings
-        if needed > most:
+        new_tokens = _NEW_TOKENS if self.new_tokens is None else self.new_tokens
+        if self.prompt_tokens + new_tokens > model.context:
             raise BenchError(
-                f"--prompt-tokens {self.prompt_tokens} and --new-tokens {self.new_tokens} are "
-                f"{needed}, but the model's context is {most} tokens"
+                f"--prompt-tokens {self.prompt_tokens} and --new-tokens {new_tokens} do not fit "
+                f"into the model's context of {model.context} tokens"
             )
         return Comparison(
             model=model,
@@ -182,7 +282,7 @@ class Bench:
             peers=tuple(map(parse_peer, self.peer)),
             forced_shares=shares,
             prompt_tokens=self.prompt_tokens,
-            new_tokens=self.new_tokens,
+            new_tokens=new_tokens,
             num_pairs=self.pairs,
             seed=self.seed,
         )
@@ -228,13 +328,20 @@ def _num_systems(comparison: Comparison) -> int:
     return 2 + others + len(comparison.peers)
 
 
-def _warn_if_busy(cpu: Cpu) -> None:
-    if cpu.is_busy:
-        print(
-            f"nvium: warning: other processes keep {cpu.busy_cores:.1f} cores busy; figures show "
-            "nothing until they are stopped",
-            file=sys.stderr,
-        )
+def _counting(report_done: Callable[[int], None]) -> Callable[[], None]:
+    """Return a function that reports one more each time."""
+    done = itertools.count(1)
+    return lambda: report_done(next(done))
+
+
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _command() -> str:
+    return shlex.join(["nvium", *sys.argv[1:]])
 
 
 def _versions(entries: Sequence[DtypeFigures]) -> dict[str, str]:
@@ -242,93 +349,6 @@ def _versions(entries: Sequence[DtypeFigures]) -> dict[str, str]:
 
     from nvium_titan import __version__
 
-    ours = {"N-vium", "dense", "twin", "trained dense"}
     systems = [system for entry in entries for system in entry.systems]
-    peers = {system.name: system.version for system in systems if system.name not in ours}
+    peers = {system.name: system.version for system in systems if system.name not in OURS}
     return {"nvium_titan": __version__, "torch": torch.__version__, **peers}
-
-
-def _print_report(report: BenchReport) -> None:
-    forced = "routers decide" if report.forced_shares is None else "forced, routers run and read"
-    threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
-    print(
-        f"{report.model}: {report.num_params / 1e6:.1f} M parameters, exits after layers "
-        f"{', '.join(map(str, report.exits))} ({forced})\n"
-        f"CPU: {report.cpu.name}, {report.cpu.num_cores} cores, {threads}; "
-        f"flags that matter: {' '.join(report.cpu.flags) or 'none'}\n"
-        f"prompt {report.prompt_tokens} tokens, {report.new_tokens} new, seed {report.seed}; "
-        f"torch {report.versions['torch']}"
-    )
-    for entry in report.dtypes:
-        _print_entry(entry, num_pairs_wanted=report.num_pairs_wanted)
-    if report.cpu.is_busy:
-        print(f"\nNot alone: {report.cpu.busy_cores:.1f} cores were busy at the start.")
-
-
-def _print_entry(entry: DtypeFigures, *, num_pairs_wanted: int) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    pairs = f"{entry.num_pairs} interleaved pairs"
-    if entry.num_pairs < num_pairs_wanted:
-        pairs += f" (interrupted; {num_pairs_wanted} were asked for)"
-    table = Table(title=f"\n{entry.dtype}, {pairs}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("system")
-    for title in ("type", "ms/token", "quartiles", "first token ms", "total ms", "tokens/s"):
-        table.add_column(title, justify="right")
-    table.add_column("N-vium is", justify="right")
-    ratios = [None, (entry.ratio, entry.spread, entry.conclusive)]
-    ratios += [(r.ratio, r.spread, r.conclusive) for r in entry.other_ratios]
-    for system, ratio in zip(entry.systems, ratios, strict=True):
-        ms = system.ms_per_token
-        is_peer = system.name not in ("N-vium", "dense", "twin", "trained dense")
-        table.add_row(
-            f"{system.name} {system.version}" if is_peer else system.name,
-            system.dtype,
-            f"{ms.median:.3g}",
-            f"{ms.q1:.3g} - {ms.q3:.3g}",
-            f"{system.ttft_ms:.3g}",
-            f"{system.total_ms:.4g}",
-            f"{system.tokens_per_s:.3g}",
-            "" if ratio is None else _speed(*ratio),
-            style="bold" if system.name == "N-vium" else None,
-        )
-    Console(width=110).print(table)
-    print(
-        f"N-vium over dense {entry.ratio:.2f}x (limit {entry.limit:.2f}x, "
-        f"{entry.fraction_of_limit:.0%} of it), spread {entry.spread:.1%}"
-    )
-    if not entry.conclusive:
-        print(
-            "The pairs disagree too much: this run shows nothing. Stop what else is running and "
-            "repeat it."
-        )
-    elif entry.exit_shares[-1] == 1:
-        print(f"No token left early: that costs {1 / entry.ratio - 1:.1%} over dense.")
-    elif entry.ratio < 1:
-        print(f"N-vium loses here: {1 / entry.ratio:.2f}x as slow as dense.")
-    groups = "  ".join(f"{rows}: {count}" for rows, count in entry.group_size_histogram.items())
-    weights, bandwidth = entry.weight_mb_per_token, entry.bandwidth_gb_s
-    lines = {
-        "exit shares": shown(entry.exit_shares),
-        "layers per token": f"{entry.layers_per_token:.2f}",
-        "host reads per token": f"{entry.host_reads_per_token:.2f}",
-        "rows of block calls": groups,
-        "weights per token": _by_system(weights, "MB"),
-        "achieved bandwidth": _by_system(bandwidth, "GB/s"),
-    }
-    for name, parts in entry.overhead.items():
-        total = sum(parts.values())
-        split = ", ".join(f"{part} {ms:.3g} ({ms / total:.0%})" for part, ms in parts.items())
-        lines[f"ms of {name}"] = split
-    print("\n".join(f"{name:22}{text}" for name, text in lines.items()))
-
-
-def _speed(ratio: float, spread: float, is_conclusive: bool) -> str:
-    word = "faster" if ratio >= 1 else "(slower)"
-    return f"{ratio:.2f}x {word}, +-{spread / 2:.1%}" + ("" if is_conclusive else " ?")
-
-
-def _by_system(values: Mapping[str, float], unit: str) -> str:
-    return ", ".join(f"{name} {value:.3g} {unit}" for name, value in values.items())

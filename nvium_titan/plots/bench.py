@@ -17,7 +17,7 @@ def plot_bench(report: BenchReport, out: Path) -> None:
         out: The file to write.
     """
     rows = [(entry, system) for entry in report.dtypes for system in entry.systems]
-    figure = Figure(figsize=(7, 1.4 + 0.42 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(8, 1.4 + 0.42 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for y, (entry, system) in enumerate(rows):
         ms = system.ms_per_token
@@ -38,13 +38,10 @@ def plot_bench(report: BenchReport, out: Path) -> None:
             label += "" if entry.conclusive else "  inconclusive"
         axes.text(ms.q3, y, label, va="center", fontsize=8)
     axes.plot([], [], "k--", linewidth=1.5, label="limit: dense time over the weights saved")
-    names = [
-        f"{system.name}, {system.dtype}" if system.dtype else system.name for _, system in rows
-    ]
-    axes.set_yticks(range(len(rows)), names)
+    axes.set_yticks(range(len(rows)), [f"{system.name}, {system.dtype}" for _, system in rows])
     axes.invert_yaxis()
     axes.set(xlabel="milliseconds per token after the first", title=f"Decode, {report.model}")
-    axes.margins(x=0.35)
-    axes.set_xlim(left=0)
+    slowest = max(system.ms_per_token.q3 for _, system in rows)
+    axes.set_xlim(0, 1.6 * slowest)  # room for the figures beside the bars
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.45), frameon=False, fontsize=8)
     figure.savefig(out, dpi=130)

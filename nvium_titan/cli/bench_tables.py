@@ -1,0 +1,139 @@
+"""What `nvium bench` prints: tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from nvium_titan.bench.report import BenchReport, DtypeFigures, PromptsReport
+from nvium_titan.cli.common import shown
+
+OURS = ("N-vium", "dense", "twin", "trained dense")
+"""Systems that are our own engine."""
+
+_WIDTH = 112
+
+
+def print_report(report: BenchReport) -> None:
+    """Print the comparisons of every type, each with its table."""
+    forced = "routers decide" if report.forced_shares is None else "forced, routers run and read"
+    print(
+        f"{report.model}: {report.num_params / 1e6:.1f} M parameters, exits after layers "
+        f"{', '.join(map(str, report.exits))} ({forced})\n"
+        f"prompt {report.prompt_tokens} tokens, {report.new_tokens} new, seed {report.seed}"
+    )
+    _print_machine(report)
+    for entry in report.dtypes:
+        _print_entry(entry, num_pairs_wanted=report.num_pairs_wanted)
+
+
+def _print_machine(report: BenchReport | PromptsReport) -> None:
+    cpu = report.cpu
+    threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
+    print(
+        f"CPU: {cpu.name}, {cpu.num_cores} cores, {threads}; flags that matter: "
+        f"{' '.join(cpu.flags) or 'none'}; torch {report.versions['torch']}"
+    )
+    if cpu.is_busy:
+        print(f"Not alone: others kept {cpu.busy_cores:.1f} cores busy at the start.")
+
+
+def _print_entry(entry: DtypeFigures, *, num_pairs_wanted: int) -> None:
+    pairs = f"{entry.num_pairs} interleaved pairs"
+    if entry.num_pairs < num_pairs_wanted:
+        pairs += f" (interrupted; {num_pairs_wanted} were asked for)"
+    table = Table(title=f"\n{entry.dtype}, {pairs}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("system")
+    for title in ("type", "ms/token", "quartiles", "first token ms", "total ms", "tokens/s"):
+        table.add_column(title, justify="right")
+    table.add_column("N-vium is", justify="right")
+    ratios = [None, (entry.ratio, entry.spread, entry.conclusive)]
+    ratios += [(r.ratio, r.spread, r.conclusive) for r in entry.other_ratios]
+    for system, ratio in zip(entry.systems, ratios, strict=True):
+        ms = system.ms_per_token
+        is_peer = system.name not in OURS
+        table.add_row(
+            f"{system.name} {system.version}" if is_peer else system.name,
+            system.dtype,
+            f"{ms.median:.3g}",
+            f"{ms.q1:.3g} - {ms.q3:.3g}",
+            f"{system.ttft_ms:.3g}",
+            f"{system.total_ms:.4g}",
+            f"{system.tokens_per_s:.3g}",
+            "" if ratio is None else _speed(*ratio),
+            style="bold" if system.name == "N-vium" else None,
+        )
+    Console(width=_WIDTH).print(table)
+    print(
+        f"N-vium over dense {entry.ratio:.2f}x (limit {entry.limit:.2f}x, "
+        f"{entry.fraction_of_limit:.0%} of it), spread {entry.spread:.1%}"
+    )
+    if not entry.conclusive:
+        print(
+            "The pairs disagree too much: this run shows nothing. Stop what else is running and "
+            "repeat it."
+        )
+    elif entry.exit_shares[-1] == 1:
+        print(f"No token left early: that costs {1 / entry.ratio - 1:.1%} over dense.")
+    elif entry.ratio < 1:
+        print(f"N-vium loses here: {1 / entry.ratio:.2f}x as slow as dense.")
+    groups = "  ".join(f"{rows}: {count}" for rows, count in entry.group_size_histogram.items())
+    weights, bandwidth = entry.weight_mb_per_token, entry.bandwidth_gb_s
+    lines = {
+        "exit shares": shown(entry.exit_shares),
+        "layers per token": f"{entry.layers_per_token:.2f}",
+        "host reads per token": f"{entry.host_reads_per_token:.2f}",
+        "rows of block calls": groups,
+        "weights per token": _by_system(weights, "MB"),
+        "achieved bandwidth": _by_system(bandwidth, "GB/s"),
+    }
+    for name, parts in entry.overhead.items():
+        total = sum(parts.values())
+        split = ", ".join(f"{part} {ms:.3g} ({ms / total:.0%})" for part, ms in parts.items())
+        lines[f"ms of {name}"] = split
+    print("\n".join(f"{name:22}{text}" for name, text in lines.items()))
+
+
+def _speed(ratio: float, spread: float, is_conclusive: bool) -> str:
+    word = "faster" if ratio >= 1 else "(slower)"
+    return f"{ratio:.2f}x {word}, +-{spread / 2:.1%}" + ("" if is_conclusive else " ?")
+
+
+def _by_system(values: Mapping[str, float], unit: str) -> str:
+    return ", ".join(f"{name} {value:.3g} {unit}" for name, value in values.items())
+
+
+def print_prompts(report: PromptsReport) -> None:
+    """Print Spec-Bench's categories, a table for each type."""
+    print(
+        f"{report.model}: {report.num_questions} questions of {report.prompts}, "
+        f"{report.num_trials} trials, at most {report.max_new_tokens} tokens per prompt"
+    )
+    _print_machine(report)
+    for entry in report.dtypes:
+        state = "" if entry.is_complete else " (interrupted)"
+        table = Table(title=f"\n{entry.dtype}{state}", title_justify="left", box=box.SIMPLE_HEAD)
+        table.add_column("category")
+        for title in (
+            "prompts", "cut", "N-vium ms/token", "dense ms/token", "N-vium tokens/s",
+            "dense tokens/s", "speed-up",
+        ):  # fmt: skip
+            table.add_column(title, justify="right")
+        for row in entry.categories:
+            figures = [*row.ms_per_token.values(), *row.tokens_per_s.values()]
+            table.add_row(
+                row.category,
+                str(row.num_prompts),
+                str(row.num_truncated),
+                *(f"{value:.3g}" for value in figures),
+                f"{row.ratio:.2f}x",
+            )
+        Console(width=_WIDTH).print(table)
+        print(
+            f"mean of the categories {entry.ratio:.2f}x (limit {entry.limit:.2f}x at exit shares "
+            f"{shown(entry.exit_shares)})\nms/token: all time over all tokens, the prompt's time "
+            "included; tokens/s: after the first token; cut: prompts longer than the context"
+        )
