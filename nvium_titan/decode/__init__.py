@@ -1,5 +1,6 @@
 """Decoding: exact early-exit generation and scoring on torch alone; torchtitan is not needed."""
 
+from nvium_titan.decode.batch import BatchGeneration
 from nvium_titan.decode.engine import Engine
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.policy import (
@@ -9,7 +10,9 @@ from nvium_titan.decode.policy import (
     SampledRouter,
     ScriptedExits,
 )
+from nvium_titan.decode.request import GenerationRequest
 from nvium_titan.decode.results import (
+    BatchStats,
     DecodeStats,
     GeneratedToken,
     Generation,
@@ -18,9 +21,12 @@ from nvium_titan.decode.results import (
 )
 from nvium_titan.decode.runner import DecodeState
 from nvium_titan.decode.sampling import Noise, SamplingParams
+from nvium_titan.decode.schedule import LockStep, Periodic, Schedule, choose_schedule
 from nvium_titan.decode.text import TextGeneration, TextResult
 
 __all__ = [
+    "BatchGeneration",
+    "BatchStats",
     "DecodeState",
     "DecodeStats",
     "DecoderParams",
@@ -29,13 +35,18 @@ __all__ = [
     "FixedExit",
     "GeneratedToken",
     "Generation",
+    "GenerationRequest",
     "GenerationResult",
+    "LockStep",
     "Noise",
+    "Periodic",
     "RouterGreedy",
     "SampledRouter",
     "SamplingParams",
+    "Schedule",
     "Scores",
     "ScriptedExits",
     "TextGeneration",
     "TextResult",
+    "choose_schedule",
 ]

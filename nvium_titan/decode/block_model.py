@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from nvium_titan.decode.kv_cache import SequenceBuffers
@@ -29,6 +30,9 @@ class Group(NamedTuple):
 class BlockModel(Protocol):
     """The forward pass in the pieces that decoding needs. Weights only; sequences own the rest."""
 
+    state_dtype: torch.dtype
+    """Type of the boundary states and of the KV cache."""
+
     def embed(self, buffers: SequenceBuffers, token_ids: Sequence[int], *, first: int) -> None:
         """Write the embeddings of `token_ids` at positions `first`, `first` + 1, ..."""
 
@@ -46,7 +50,7 @@ class BlockModel(Protocol):
         """
 
     def exit_norm(self, exit_index: int, h_TD: Tensor) -> Tensor:
-        """Return n_k = RMSNorm_k(h_k), which the router and the adapter of the exit share."""
+        """Return n_k = RMSNorm_k(h_k), which the router and the adapter share; a new tensor."""
 
     def router_logit(self, junction_index: int, n_TD: Tensor) -> Tensor:
         """Return z_k, exit minus continue, shape (T,), at least float32."""
@@ -55,4 +59,4 @@ class BlockModel(Protocol):
         """Return o_k = n_k + A_k(n_k), what the shared head reads at this exit."""
 
     def logits(self, o_TD: Tensor) -> Tensor:
-        """Return W_lm o, shape (T, V)."""
+        """Return W_lm o, shape (T, V); a new tensor."""

@@ -1,4 +1,4 @@
-"""Choosing the next token of a sequence, under every law; runs only the blocks that the law needs.
+"""Choosing the next token of a sequence, under every law; asks only for what the law needs.
 
     draw      a policy decides at each junction, pi_k of the exit it leaves at is sampled
     certify   argmax pi_mix, leaving as soon as no deeper exit can change it
@@ -11,15 +11,18 @@ token, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Generator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nvium_titan.core.mixture import at_least_float32, mixture_log_prob
+from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits, NeedRouter
+from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.policy import ExitPolicy, log_sigmoid
 from nvium_titan.decode.results import GeneratedToken
-from nvium_titan.decode.runner import BlockRunner, DecodeState
+from nvium_titan.decode.runner import DecodeState
 from nvium_titan.decode.sampling import Noise, SamplingParams, choose
 from nvium_titan.errors import PromptError
 
@@ -34,33 +37,33 @@ class Chosen(NamedTuple):
 
 
 def choose_next(
-    runner: BlockRunner,
+    params: DecoderParams,
     state: DecodeState,
     *,
     noise: Noise,
     sampling: SamplingParams,
     policy: ExitPolicy,
     with_log_probs: bool,
-) -> GeneratedToken:
-    """Return the token that follows the last one fed.
+) -> Generator[Need, Any, GeneratedToken]:
+    """Return the token that follows the last one fed; yields needs, each to be answered.
 
-    Host reads: one per router asked and one for the token; certified greedy adds one per
-    certificate tried, log-probabilities one.
+    Host reads here: one for the token; certified greedy adds one per certificate tried,
+    log-probabilities one.
 
     Args:
-        runner: Runs the blocks.
-        state: The sequence, written.
+        params: The model.
+        state: The sequence; only its counters are written here.
         noise: The request's random numbers.
         sampling: How the token is drawn.
         policy: Who decides at junctions.
         with_log_probs: Also return log p_k and log pi_k; asks routers that the policy ignores.
     """
     if policy.router_temperature is not None and sampling.temperature == 0:
-        chosen = _certify(runner, state, policy.router_temperature)
+        chosen = yield from _certify(params, state, policy.router_temperature)
     elif policy.router_temperature is not None and _needs_mixture(sampling):
-        chosen = _blend(runner, state, noise, sampling, policy.router_temperature)
+        chosen = yield from _blend(params, state, noise, sampling, policy.router_temperature)
     else:
-        chosen = _draw(runner, state, noise, sampling, policy, with_log_probs)
+        chosen = yield from _draw(params, state, noise, sampling, policy, with_log_probs)
     token_id = int(chosen.token_1)
     state.stats.host_reads += 1
     log_exit = log_prob = None
@@ -101,38 +104,37 @@ def law_name(sampling: SamplingParams, policy: ExitPolicy) -> str:
 
 
 def _draw(
-    runner: BlockRunner,
+    params: DecoderParams,
     state: DecodeState,
     noise: Noise,
     sampling: SamplingParams,
     policy: ExitPolicy,
     with_log_probs: bool,
-) -> Chosen:
+) -> Generator[Need, Any, Chosen]:
     """Leave where the policy says, sample that exit.
 
     N-vium (arXiv:2605.13190), Sec. 4.2 and App. B.2: with the routers' own draws this samples
     pi_mix, whatever the exit.
     """
-    position, last = state.length, runner.num_exits - 1
+    position, last = state.length, len(params.exits) - 1
     asks_router = policy.reads_router or with_log_probs
     log_arrive = log_exit = 0.0
-    for exit_index in range(runner.num_exits):
-        runner.fill(state, exit_index)
-        n_1D = runner.exit_input(state, exit_index)
+    for exit_index in range(last + 1):
+        yield NeedBlock(exit_index)
         log_exit = log_arrive
         if exit_index == last:
             break
         router_logit = uniform = math.nan
         if asks_router:
-            router_logit = runner.read_router(state, exit_index, n_1D)
+            router_logit = yield NeedRouter(exit_index)
             uniform = noise.uniform(position, exit_index)
             log_exit = log_arrive + log_sigmoid(router_logit)
             log_arrive += log_sigmoid(-router_logit)
         if policy.leaves(exit_index, position=position, router_logit=router_logit, uniform=uniform):
             break
-    logits_1V = _head(runner, state, [(exit_index, n_1D)])
+    logits_1V: Tensor = yield NeedLogits((exit_index,))
     gumbel_V = noise.gumbel(position) if sampling.temperature else None
-    token_1 = choose(logits_1V[:, : runner.params.num_tokens], gumbel_V, sampling)
+    token_1 = choose(logits_1V[:, : params.num_tokens], gumbel_V, sampling)
     return Chosen(token_1, exit_index, log_exit, logits_1V)
 
 
@@ -155,28 +157,29 @@ def is_decided(partial_V: Tensor, rest: Tensor | float, *, margin: float) -> Ten
     return top_2[..., 0] - top_2[..., 1] > rest + margin
 
 
-def _certify(runner: BlockRunner, state: DecodeState, router_temperature: float) -> Chosen:
+def _certify(
+    params: DecoderParams, state: DecodeState, router_temperature: float
+) -> Generator[Need, Any, Chosen]:
     """Take argmax pi_mix as soon as it is certain.
 
     No head is evaluated while r_k >= 1/2; then all exits so far go through it in one call, and each
     further exit as it comes. The margin is 8 units in the last place of the dtype: the logits of
     one exit may round differently beside other rows.
     """
-    num_tokens, last = runner.params.num_tokens, runner.num_exits - 1
-    margin = 8 * torch.finfo(runner.params.dtype).eps
+    num_tokens, last = params.num_tokens, len(params.exits) - 1
+    margin = 8 * torch.finfo(params.dtype).eps
     log_arrive = log_arrive_own = log_exit = 0.0
-    waiting: list[tuple[int, Tensor]] = []
+    waiting: list[int] = []
     weights: list[float] = []
-    partial_V = torch.zeros(num_tokens, dtype=torch.float64, device=runner.params.device)
-    for exit_index in range(runner.num_exits):
-        runner.fill(state, exit_index)
-        n_1D = runner.exit_input(state, exit_index)
-        waiting.append((exit_index, n_1D))
+    partial_V = torch.zeros(num_tokens, dtype=torch.float64, device=params.device)
+    for exit_index in range(last + 1):
+        yield NeedBlock(exit_index)
+        waiting.append(exit_index)
         if exit_index == last:
             weights.append(math.exp(log_arrive))
             log_exit, rest = log_arrive_own, 0.0
         else:
-            own_logit = runner.read_router(state, exit_index, n_1D)
+            own_logit = yield NeedRouter(exit_index)
             log_exit = log_arrive_own + log_sigmoid(own_logit)
             log_arrive_own += log_sigmoid(-own_logit)
             router_logit = own_logit / router_temperature
@@ -185,7 +188,7 @@ def _certify(runner: BlockRunner, state: DecodeState, router_temperature: float)
             rest = math.exp(log_arrive)
             if rest >= 0.5:
                 continue
-        logits_NV = _head(runner, state, waiting)
+        logits_NV: Tensor = yield NeedLogits(tuple(waiting))
         probs_NV = logits_NV.double().softmax(-1)[:, :num_tokens]
         partial_V += torch.tensor(weights, dtype=torch.float64, device=probs_NV.device) @ probs_NV
         waiting, weights = [], []
@@ -198,36 +201,28 @@ def _certify(runner: BlockRunner, state: DecodeState, router_temperature: float)
 
 
 def _blend(
-    runner: BlockRunner,
+    params: DecoderParams,
     state: DecodeState,
     noise: Noise,
     sampling: SamplingParams,
     router_temperature: float,
-) -> Chosen:
+) -> Generator[Need, Any, Chosen]:
     """Sample F(pi_mix): every block, every router, one head call with a row per exit."""
+    last = len(params.exits) - 1
     log_arrive = log_arrive_own = 0.0
-    log_exits, rows = [], []
-    for exit_index in range(runner.num_exits):
-        runner.fill(state, exit_index)
-        n_1D = runner.exit_input(state, exit_index)
-        rows.append((exit_index, n_1D))
-        if exit_index == runner.num_exits - 1:
+    log_exits = []
+    for exit_index in range(last + 1):
+        yield NeedBlock(exit_index)
+        if exit_index == last:
             log_exits.append(log_arrive)
             break
-        own_logit = runner.read_router(state, exit_index, n_1D)
+        own_logit = yield NeedRouter(exit_index)
         log_arrive_own += log_sigmoid(-own_logit)
         log_exits.append(log_arrive + log_sigmoid(own_logit / router_temperature))
         log_arrive += log_sigmoid(-own_logit / router_temperature)
-    logits_NV = _head(runner, state, rows)
+    logits_NV: Tensor = yield NeedLogits(tuple(range(last + 1)))
     log_exit_N1 = torch.tensor(log_exits, dtype=torch.float64, device=logits_NV.device)[:, None]
     log_mix_V = mixture_log_prob(log_exit_N1, logits_NV.double().log_softmax(-1))
     gumbel_V = noise.gumbel(state.length)
-    token = choose(log_mix_V[: runner.params.num_tokens], gumbel_V, sampling)
+    token = choose(log_mix_V[: params.num_tokens], gumbel_V, sampling)
     return Chosen(token.reshape(1), exit_index, log_arrive_own, logits_NV[-1:])
-
-
-def _head(runner: BlockRunner, state: DecodeState, rows: list[tuple[int, Tensor]]) -> Tensor:
-    """Return the logits of some exits, given their n_k, from one call of the head, shape (N, V)."""
-    state.stats.head_rows += len(rows)
-    states = [runner.model.exit_state(exit_index, n_1D) for exit_index, n_1D in rows]
-    return runner.model.logits(states[0] if len(states) == 1 else torch.cat(states))

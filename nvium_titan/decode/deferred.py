@@ -38,6 +38,11 @@ class FilledCounts:
         """Positions that some block still owes; the length of the longest owed run."""
         return self.length - self.filled[-1]
 
+    def payable(self, block_index: int) -> int:
+        """Return how many positions the block owes that the block below has run."""
+        below = self.filled[block_index - 1] if block_index else self.length
+        return below - self.filled[block_index]
+
 
 def bucket_rows(rows: int, buckets: tuple[int, ...] = PREFILL_BUCKETS) -> int:
     """Return the smallest bucket that holds a group of `rows` rows.

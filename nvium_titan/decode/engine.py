@@ -1,4 +1,4 @@
-"""The engine: prefill, decode step, flush, generate, score. Token ids in, token ids out.
+"""The engine: prefill, decode step, flush, generate (one or many), score. Token ids in and out.
 
 One token t enters block k together with every position still owed to it, as one group of rows; it
 leaves at a junction with probability w_k and is sampled from pi_k, and the blocks above stay owed
@@ -13,30 +13,27 @@ Shapes: B sequences, T tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from nvium_titan.decode.batch import BatchGeneration
 from nvium_titan.decode.choice import choose_next, law_name
-from nvium_titan.decode.model import DecoderModel
+from nvium_titan.decode.kernels import Kernels, build_model
+from nvium_titan.decode.kv_cache import WorkSpace
 from nvium_titan.decode.params import DecoderParams
-from nvium_titan.decode.policy import ExitPolicy, FixedExit, SampledRouter
-from nvium_titan.decode.results import (
-    DecodeStats,
-    GeneratedToken,
-    Generation,
-    GenerationResult,
-    Scores,
-)
+from nvium_titan.decode.policy import ExitPolicy, FixedExit
+from nvium_titan.decode.request import PLAIN, ROUTED, GenerationRequest, RequestRun
+from nvium_titan.decode.results import GeneratedToken, Generation, GenerationResult, Scores
 from nvium_titan.decode.runner import BlockRunner, DecodeState, Shapes, slots_for
 from nvium_titan.decode.sampling import Noise, SamplingParams
+from nvium_titan.decode.schedule import LockStep, Schedule
 from nvium_titan.decode.score import score_positions
 from nvium_titan.errors import PromptError
 
-_PLAIN = SamplingParams()
-_ROUTED = SampledRouter()
+_LOCK_STEP = LockStep()
 
 
 class Engine:
@@ -48,6 +45,7 @@ class Engine:
         *,
         max_seq_len: int | None = None,
         shapes: Shapes = "exact",
+        kernels: Kernels = "auto",
         max_owed: int | None = None,
     ) -> None:
         """Build the tables for the longest sequence.
@@ -59,11 +57,13 @@ class Engine:
             shapes: "exact" runs groups as they are and attends over the filled slots; "bucket" pads
                 rows to a power of two and attends over all slots under a mask, so that only a few
                 static shapes occur. Both give the same numbers up to rounding.
+            kernels: See `build_model`.
             max_owed: Pay every owed run once this many positions are owed; bounds the latency of a
                 single token. None never does, which is cheapest.
 
         Raises:
             PromptError: If `max_seq_len` or `max_owed` is not positive.
+            DependencyError: If native kernels are asked for and cannot be had.
         """
         config = params.config
         self.params = params
@@ -74,7 +74,12 @@ class Engine:
             raise PromptError(f"max_owed={max_owed}: must be at least 1")
         self.max_owed = max_owed
         self.num_exits = config.plan.num_exits
-        model = DecoderModel(params, num_slots=slots_for(self.max_seq_len, shapes=shapes))
+        model = build_model(
+            params,
+            kernels=kernels,
+            num_slots=slots_for(self.max_seq_len, shapes=shapes),
+            shapes=shapes,
+        )
         self.runner = BlockRunner(params, model, shapes=shapes)
 
     @classmethod
@@ -86,6 +91,7 @@ class Engine:
         device: torch.device | str = "cpu",
         max_seq_len: int | None = None,
         shapes: Shapes = "exact",
+        kernels: Kernels = "auto",
         max_owed: int | None = None,
     ) -> Engine:
         """Return an engine for the bundle at `path`; the arguments are those of the two classes.
@@ -94,7 +100,9 @@ class Engine:
             BundleError: If the bundle is incomplete or malformed.
         """
         params = DecoderParams.from_bundle(path, dtype=dtype, device=device)
-        return cls(params, max_seq_len=max_seq_len, shapes=shapes, max_owed=max_owed)
+        return cls(
+            params, max_seq_len=max_seq_len, shapes=shapes, kernels=kernels, max_owed=max_owed
+        )
 
     # --- one sequence, step by step -------------------------------------------------------------
 
@@ -144,8 +152,8 @@ class Engine:
         token_id: int,
         *,
         noise: Noise,
-        sampling: SamplingParams = _PLAIN,
-        policy: ExitPolicy = _ROUTED,
+        sampling: SamplingParams = PLAIN,
+        policy: ExitPolicy = ROUTED,
         with_log_probs: bool = False,
     ) -> GeneratedToken:
         """Feed one token and choose the next; the token to feed next is the caller's business.
@@ -163,13 +171,8 @@ class Engine:
         """
         self._check_ids((token_id,), used=state.length, limit=state.max_length)
         self.runner.feed(state, (token_id,))
-        return choose_next(
-            self.runner,
-            state,
-            noise=noise,
-            sampling=sampling,
-            policy=policy,
-            with_log_probs=with_log_probs,
+        return self.choose(
+            state, noise=noise, sampling=sampling, policy=policy, with_log_probs=with_log_probs
         )
 
     @torch.inference_mode()
@@ -178,22 +181,23 @@ class Engine:
         state: DecodeState,
         *,
         noise: Noise,
-        sampling: SamplingParams = _PLAIN,
-        policy: ExitPolicy = _ROUTED,
+        sampling: SamplingParams = PLAIN,
+        policy: ExitPolicy = ROUTED,
         with_log_probs: bool = False,
     ) -> GeneratedToken:
         """Choose the token that follows the last one fed, running only the blocks that it needs.
 
         Host reads: one per router asked, one for the token; see `decode.choice`.
         """
-        return choose_next(
-            self.runner,
+        choice = choose_next(
+            self.params,
             state,
             noise=noise,
             sampling=sampling,
             policy=policy,
             with_log_probs=with_log_probs,
         )
+        return self.runner.serve(state, choice)
 
     # --- whole requests -------------------------------------------------------------------------
 
@@ -202,8 +206,8 @@ class Engine:
         prompt_ids: Sequence[int],
         *,
         max_new_tokens: int,
-        sampling: SamplingParams = _PLAIN,
-        policy: ExitPolicy = _ROUTED,
+        sampling: SamplingParams = PLAIN,
+        policy: ExitPolicy = ROUTED,
         seed: int = 0,
         stop_ids: Sequence[int] = (),
         state: DecodeState | None = None,
@@ -239,103 +243,104 @@ class Engine:
             PromptError: If the prompt is empty, leaves no room, or holds an unknown id; if
                 `max_new_tokens`, the policy or its combination with the sampling is impossible.
         """
-        if max_new_tokens < 1:
-            raise PromptError(f"max_new_tokens={max_new_tokens}: must be at least 1")
+        request = GenerationRequest(
+            prompt_ids=prompt_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            policy=policy,
+            seed=seed,
+            stop_ids=stop_ids,
+            with_log_probs=with_log_probs,
+        )
+        return Generation(self._generate(self._open(request, state=state)(None)))
+
+    def generate_batch(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        batch_size: int | None = None,
+        schedule: Schedule = _LOCK_STEP,
+    ) -> BatchGeneration:
+        """Return the new tokens of several requests as they come; all are checked at once.
+
+        Each row gets what `generate` gives for its request alone, whatever its companions, their
+        order, their seeds, the batch size or the schedule: the same numbers up to the rounding of
+        matrix products of other shapes, hence the same tokens but where a decision is that close.
+
+        Args:
+            requests: At least one; each with its own settings and seed.
+            batch_size: Most rows at once, which bounds the memory; all if None. Where a row ends,
+                the next request begins.
+            schedule: When which block runs; `choose_schedule` finds one from measured exit shares.
+
+        Raises:
+            PromptError: If there is no request, `batch_size` is not positive, or a request is
+                impossible, see `generate`; the message says which.
+        """
+        if not requests:
+            raise PromptError("the batch is empty; give at least one request")
+        batch_size = len(requests) if batch_size is None else batch_size
+        if batch_size < 1:
+            raise PromptError(f"batch_size={batch_size}: must be at least 1")
+        openers = []
+        for index, request in enumerate(requests):
+            try:
+                openers.append(self._open(request))
+            except PromptError as error:
+                raise PromptError(f"request {index + 1}: {error}") from error
+        return BatchGeneration(self.runner, openers, batch_size=batch_size, schedule=schedule)
+
+    def _open(
+        self, request: GenerationRequest, *, state: DecodeState | None = None
+    ) -> Callable[[WorkSpace | None], RequestRun]:
+        """Check a request; return what makes its run, on a new sequence if there is no state.
+
+        Raises:
+            PromptError: If it is impossible.
+        """
+        policy, prompt_ids = request.policy, request.prompt_ids
+        if request.max_new_tokens < 1:
+            raise PromptError(f"max_new_tokens={request.max_new_tokens}: must be at least 1")
         if isinstance(policy, FixedExit) and not 0 <= policy.exit_index < self.num_exits:
             raise PromptError(
                 f"exit {policy.exit_index + 1}: the model has exits 1 to {self.num_exits}"
             )
-        law = law_name(sampling, policy)
+        law = law_name(request.sampling, policy)
         used = state.length if state else 0
         limit = state.max_length if state else self.max_seq_len
         self._check_ids(prompt_ids, used=used, limit=limit - 1, reserve=1)
-        num_new = min(max_new_tokens, limit - used - len(prompt_ids))
-        if state is None:
-            state = self.new_state(max_length=len(prompt_ids) + num_new)
-        return Generation(
-            self._generate(
-                state,
-                prompt_ids,
-                num_new=num_new,
-                sampling=sampling,
-                policy=policy,
+        num_new = min(request.max_new_tokens, limit - used - len(prompt_ids))
+
+        def run(work: WorkSpace | None) -> RequestRun:
+            return RequestRun(
+                self.runner,
+                state or self.runner.new_state(len(prompt_ids) + num_new, work=work),
+                request,
                 law=law,
-                seed=seed,
-                stop_ids=frozenset(stop_ids),
-                with_log_probs=with_log_probs,
+                num_new=num_new,
+                max_owed=self.max_owed,
             )
-        )
+
+        return run
 
     def _generate(
-        self,
-        state: DecodeState,
-        prompt_ids: Sequence[int],
-        *,
-        num_new: int,
-        sampling: SamplingParams,
-        policy: ExitPolicy,
-        law: str,
-        seed: int,
-        stop_ids: frozenset[int],
-        with_log_probs: bool,
+        self, run: RequestRun
     ) -> Generator[GeneratedToken, bool | None, GenerationResult]:
-        noise = Noise(seed, vocab_size=self.params.num_tokens, device=self.params.device)
-        tokens: list[GeneratedToken] = []
         start = time.perf_counter()
-        state.stats = DecodeStats()
-        self.prefill(state, prompt_ids)
-        prefill_s = time.perf_counter() - start
-        stats = state.stats = DecodeStats(num_prompt_tokens=len(prompt_ids), prefill_s=prefill_s)
-        token = self.choose(
-            state, noise=noise, sampling=sampling, policy=policy, with_log_probs=with_log_probs
-        )
+        run.prefill()
+        stats = run.state.stats
+        stats.prefill_s = time.perf_counter() - start
+        token = run.next_token()
         stats.ttft_s = time.perf_counter() - start
         while True:
-            tokens.append(token)
-            stats.num_new_tokens += 1
             must_stop = yield token
-            is_stopped = must_stop or token.token_id in stop_ids
-            if is_stopped or len(tokens) == num_new:
-                break
+            if must_stop:
+                run.stop()
+            if run.finish_reason is not None:
+                return run.result()
             start = time.perf_counter()
-            token = self.step(
-                state,
-                token.token_id,
-                noise=noise,
-                sampling=sampling,
-                policy=policy,
-                with_log_probs=with_log_probs,
-            )
-            if self.max_owed is not None and state.counts.num_deferred >= self.max_owed:
-                self.flush(state)
+            token = run.next_token()
             stats.decode_s += time.perf_counter() - start
-        return GenerationResult(
-            token_ids=tuple(token.token_id for token in tokens),
-            exit_indices=tuple(token.exit_index for token in tokens),
-            num_exits=self.num_exits,
-            finish_reason="stop" if is_stopped else "length",
-            law=law,
-            sampling=sampling,
-            policy=policy,
-            seed=seed,
-            stats=stats,
-            log_exits=_known(token.log_exit for token in tokens),
-            log_probs=_known(token.log_prob for token in tokens),
-            log_mix=self._late_log_mix(state, tokens) if with_log_probs else None,
-        )
-
-    @torch.inference_mode()
-    def _late_log_mix(self, state: DecodeState, tokens: list[GeneratedToken]) -> tuple[float, ...]:
-        """Return log pi_mix of generated tokens, after paying the rows that are still owed."""
-        state.stats = DecodeStats()  # the flush is not part of the decoding that was measured
-        self.runner.flush(state)
-        scores = score_positions(
-            self.runner,
-            state,
-            first=tokens[0].position - 1,
-            next_ids=[token.token_id for token in tokens],
-        )
-        return tuple(scores.log_mix_R.tolist())
 
     @torch.inference_mode()
     def score(self, ids_BT: Tensor | Sequence[Sequence[int]]) -> Scores:
@@ -386,9 +391,3 @@ class Engine:
                     f"token id {token_id} is unknown: the vocabulary has ids 0 to "
                     f"{self.params.num_tokens - 1}"
                 )
-
-
-def _known(values: Iterable[float | None]) -> tuple[float, ...] | None:
-    """Return the values, or None if they were not asked for."""
-    known = tuple(value for value in values if value is not None)
-    return known or None

@@ -131,11 +131,14 @@ class WorkSpace:
 class SequenceBuffers:
     """Everything one sequence stores: keys and values, boundary states; and where it works."""
 
-    def __init__(self, params: DecoderParams, *, num_slots: int, work: WorkSpace) -> None:
+    def __init__(
+        self, params: DecoderParams, *, num_slots: int, dtype: torch.dtype, work: WorkSpace
+    ) -> None:
         """Allocate, zeroed.
 
         Args:
-            params: Gives the dimensions, dtype and device.
+            params: Gives the dimensions and the device.
+            dtype: Type of everything stored, the model's `state_dtype`.
             num_slots: Positions to hold, slack for padded rows included.
             work: The work space; its own, or that of its batch.
         """
@@ -145,7 +148,7 @@ class SequenceBuffers:
         self.num_slots = num_slots
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=params.dtype, device=params.device)
+            return torch.zeros(shape, dtype=dtype, device=params.device)
 
         self.kv_LGSH = zeros(config.num_hidden_layers, 2 * groups, num_slots, config.head_dim)
         """Keys (first G heads, interleaved RoPE layout) and values (last G heads)."""

@@ -23,11 +23,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nvium_titan.bundle import BundleConfig
 from nvium_titan.core.mixture import at_least_float32
 from nvium_titan.decode.block_model import Group
 from nvium_titan.decode.deferred import DECODE_BUCKETS
 from nvium_titan.decode.kv_cache import GroupViews, Scratch, SequenceBuffers
 from nvium_titan.decode.params import DecoderParams, LayerParams
+
+
+def rope_table(config: BundleConfig, *, num_slots: int) -> Tensor:
+    """Return what turns each rotary pair at each slot, shape (S, P), complex128."""
+    exponent_P = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    angle_SP = torch.outer(
+        torch.arange(num_slots, dtype=torch.float64), config.rope_theta**-exponent_P
+    )
+    return torch.polar(torch.ones_like(angle_SP), angle_SP)
 
 
 class _Part(NamedTuple):
@@ -56,6 +66,7 @@ class DecoderModel:
         """
         config = params.config
         self.params = params
+        self.state_dtype = params.dtype
         self.blocks = tuple(
             tuple(params.layers[index] for index in block) for block in config.plan.blocks
         )
@@ -63,13 +74,9 @@ class DecoderModel:
         self._eps = config.rms_norm_eps
         self._is_low_precision = params.is_low_precision
         self._scale = config.head_dim**-0.5 if self._is_low_precision else 1.0
-        exponent_P = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        angle_SP = torch.outer(
-            torch.arange(num_slots, dtype=torch.float64), config.rope_theta**-exponent_P
-        )
         is_double = params.dtype == torch.float64
         self._rope_S1P = (
-            torch.polar(torch.ones_like(angle_SP), angle_SP)
+            rope_table(config, num_slots=num_slots)
             .to(device=params.device, dtype=torch.complex128 if is_double else torch.complex64)
             .unsqueeze(1)
         )

@@ -224,14 +224,6 @@ class DecoderParams:
         return cls.from_tensors(config, tensors, num_tokens=num_tokens, is_int8=is_int8)
 
 
-def rope_table(config: BundleConfig, *, num_slots: int) -> Tensor:
-    """Return exp(i position / theta^(2 p / H)) per position and rotary pair, (S, P), complex128."""
-    exponent_P = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    position_S = torch.arange(num_slots, dtype=torch.float64)
-    angle_SP = torch.outer(position_S, config.rope_theta**-exponent_P)
-    return torch.polar(torch.ones_like(angle_SP), angle_SP)
-
-
 def random_tensors(
     config: BundleConfig, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:

@@ -13,6 +13,8 @@ from torch import Tensor
 from nvium_titan.decode.policy import ExitPolicy
 from nvium_titan.decode.sampling import SamplingParams
 
+FinishReason = Literal["stop", "length"]
+
 
 class GeneratedToken(NamedTuple):
     """One new token."""
@@ -70,6 +72,27 @@ class DecodeStats:
         return self.layers_run / further if further > 0 else math.nan
 
 
+@dataclass(slots=True)
+class BatchStats:
+    """What a batch did. Times are the engine's own; a row counts until its last token."""
+
+    num_new_tokens: int = 0
+    """Tokens sampled, of all rows."""
+    prefill_s: float = 0.0
+    """Seconds to run the prompts."""
+    decode_s: float = 0.0
+    """Seconds for everything after the prompts, the first token of each row included."""
+    layers_run: int = 0
+    """Layer calls after the prefill, each for any number of rows."""
+    head_calls: int = 0
+    """Head calls to choose tokens, each for any number of rows."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all rows per second of `decode_s`; NaN if there is none."""
+        return self.num_new_tokens / self.decode_s if self.decode_s else math.nan
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationResult:
     """A finished generation, with the settings it ran under."""
@@ -80,7 +103,7 @@ class GenerationResult:
     """The exit of each."""
     num_exits: int
     """Exits of the model."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     """Whether a stop id came, or the wanted or possible number of tokens was reached."""
     law: str
     """What was sampled; starts with "exact" or "approximate"."""

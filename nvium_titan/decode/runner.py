@@ -1,4 +1,4 @@
-"""Runs blocks on a sequence: feeding tokens, paying owed runs, in exact or bucketed shapes.
+"""Runs blocks on sequences: feeding tokens, paying owed runs, answering needs; in two shapes.
 
 The runner owns the moment at which a count moves: only after its run, so that a failure in between
 leaves the rows owed and nothing inconsistent.
@@ -6,10 +6,11 @@ leaves the rows owed and nothing inconsistent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from nvium_titan.decode.block_model import BlockModel, Group
@@ -20,8 +21,9 @@ from nvium_titan.decode.deferred import (
     bucket_rows,
 )
 from nvium_titan.decode.kv_cache import SequenceBuffers, WorkSpace
+from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits, NeedRouter
 from nvium_titan.decode.params import DecoderParams
-from nvium_titan.decode.results import DecodeStats
+from nvium_titan.decode.results import DecodeStats, GeneratedToken
 
 Shapes = Literal["exact", "bucket"]
 
@@ -40,6 +42,8 @@ class DecodeState:
     """Tokens fed so far. A token that was sampled last is not among them."""
     stats: DecodeStats = field(default_factory=DecodeStats)
     """Counters of the generation at hand."""
+    exit_inputs: dict[int, Tensor] = field(default_factory=dict)
+    """n_k of the last token fed, shape (1, D), by exit, as far as it was needed."""
 
     @property
     def length(self) -> int:
@@ -50,6 +54,7 @@ class DecodeState:
         """Forget every token; the buffers stay and are written before they are read."""
         self.counts = FilledCounts.empty(len(self.counts.filled))
         self.token_ids = []
+        self.exit_inputs = {}
 
 
 def slots_for(max_length: int, *, shapes: Shapes) -> int:
@@ -73,7 +78,7 @@ class BlockRunner:
         self.model = model
         self.shapes = shapes
         self.num_exits = plan.num_exits
-        self._block_sizes = tuple(len(block) for block in plan.blocks)
+        self.block_sizes = tuple(len(block) for block in plan.blocks)
 
     def new_work_space(self) -> WorkSpace:
         """Return a work space for one block call at a time."""
@@ -90,6 +95,7 @@ class BlockRunner:
         buffers = SequenceBuffers(
             self.params,
             num_slots=slots_for(max_length, shapes=self.shapes),
+            dtype=self.model.state_dtype,
             work=work or self.new_work_space(),
         )
         return DecodeState(
@@ -100,6 +106,7 @@ class BlockRunner:
         """Append tokens, which must fit: embed them; every block owes them from now on."""
         first = state.length
         self.model.embed(state.buffers, token_ids, first=first)
+        state.exit_inputs.clear()
         state.token_ids.extend(token_ids)
         state.counts.length = first + len(token_ids)
 
@@ -123,29 +130,142 @@ class BlockRunner:
             block_index: Which block; the ones below must be filled.
             largest: Most rows of one group.
         """
-        counts, buffers, stats = state.counts, state.buffers, state.stats
-        first, end = counts.filled[block_index], counts.length
-        while first < end:
-            rows = min(end - first, largest)
-            is_exact = self.shapes == "exact"
-            group = Group(
-                buffers,
-                first,
-                rows if is_exact else bucket_rows(rows),
-                first + rows if is_exact else buffers.num_slots,
-            )
-            self.model.run_block(block_index, (group,))
-            first += rows
-            counts.filled[block_index] = first
-            stats.layers_run += self._block_sizes[block_index]
-            stats.group_sizes[rows] += 1
+        counts = state.counts
+        while (owed := counts.length - counts.filled[block_index]) > 0:
+            rows = min(owed, largest)
+            self.model.run_block(block_index, (self._group(state, block_index, rows=rows),))
+            self._book(state, block_index, rows=rows)
 
-    def exit_input(self, state: DecodeState, exit_index: int) -> Tensor:
+    def fill_all(self, states: Sequence[DecodeState], block_index: int) -> int:
+        """Pay what some sequences owe to one block, together: its weights are read once for all.
+
+        Args:
+            states: The sequences, written; a position counts where the block below has run it.
+            block_index: Which block.
+
+        Returns:
+            The number of calls: 1, or more where the rows exceed the largest bucket; 0 if nothing
+            is owed.
+        """
+        num_calls = 0
+        while True:
+            groups, taken, total = [], [], 0
+            for state in states:
+                rows = min(state.counts.payable(block_index), DECODE_BUCKETS[-1])
+                if rows == 0:
+                    continue
+                group = self._group(state, block_index, rows=rows)
+                total += group.rows
+                if total > PREFILL_BUCKETS[-1]:
+                    break
+                groups.append(group)
+                taken.append((state, rows))
+            if not groups:
+                return num_calls
+            self.model.run_block(block_index, groups)
+            num_calls += 1
+            for state, rows in taken:
+                self._book(state, block_index, rows=rows)
+
+    def _group(self, state: DecodeState, block_index: int, *, rows: int) -> Group:
+        buffers, first = state.buffers, state.counts.filled[block_index]
+        if self.shapes == "exact":
+            return Group(buffers, first, rows, first + rows)
+        return Group(buffers, first, bucket_rows(rows), buffers.num_slots)
+
+    def _book(self, state: DecodeState, block_index: int, *, rows: int) -> None:
+        state.counts.filled[block_index] += rows
+        state.stats.layers_run += self.block_sizes[block_index]
+        state.stats.group_sizes[rows] += 1
+
+    # --- behind the blocks ----------------------------------------------------------------------
+
+    def serve(
+        self, state: DecodeState, choice: Generator[Need, Any, GeneratedToken]
+    ) -> GeneratedToken:
+        """Return the token of a choice, doing what it needs as it comes."""
+        answer = None
+        try:
+            while True:
+                answer = self.answer(state, choice.send(answer))
+        except StopIteration as end:
+            token: GeneratedToken = end.value
+            return token
+
+    def answer(self, state: DecodeState, need: Need) -> float | Tensor | None:
+        """Do what one sequence needs, now. A router is one host read."""
+        if isinstance(need, NeedBlock):
+            self.fill(state, need.block_index)
+            return None
+        if isinstance(need, NeedRouter):
+            state.stats.host_reads += 1
+            n_1D = self._exit_input(state, need.junction_index)
+            return self.model.router_logit(need.junction_index, n_1D).item()
+        state.stats.head_rows += len(need.exit_indices)
+        o_parts = [self.model.exit_state(k, self._exit_input(state, k)) for k in need.exit_indices]
+        return self.model.logits(_stack(o_parts))
+
+    def router_logits(self, states: Sequence[DecodeState], junction_index: int) -> list[float]:
+        """Return z_k of the last token of some sequences. One host read for all.
+
+        Args:
+            states: Block k must be filled; each counts a host read, as if it were alone.
+            junction_index: k.
+        """
+        for state in states:
+            state.stats.host_reads += 1
+        n_BD = self._exit_inputs(states, junction_index)
+        return self.model.router_logit(junction_index, n_BD).tolist()
+
+    def logits(self, wanted: Sequence[tuple[DecodeState, NeedLogits]]) -> list[Tensor]:
+        """Return the logits that some sequences need, from one call of the head.
+
+        Each adapter is called once, with the rows of all sequences that want its exit.
+
+        Returns:
+            Shape (exits, V) for each sequence.
+        """
+        by_exit: dict[int, list[int]] = {}
+        for index, (state, need) in enumerate(wanted):
+            state.stats.head_rows += len(need.exit_indices)
+            for exit_index in need.exit_indices:
+                by_exit.setdefault(exit_index, []).append(index)
+        o_parts = [
+            self.model.exit_state(k, self._exit_inputs([wanted[i][0] for i in members], k))
+            for k, members in by_exit.items()
+        ]
+        order = [(i, k) for k, members in by_exit.items() for i in members]
+        logits_V = dict(zip(order, self.model.logits(_stack(o_parts)).unbind(0), strict=True))
+        return [
+            torch.stack([logits_V[index, k] for k in need.exit_indices])
+            for index, (_, need) in enumerate(wanted)
+        ]
+
+    def _exit_input(self, state: DecodeState, exit_index: int) -> Tensor:
         """Return n_k of the last token, shape (1, D); block k must be filled."""
-        h_1D = state.buffers.boundary_SD[exit_index + 1].narrow(0, state.length - 1, 1)
-        return self.model.exit_norm(exit_index, h_1D)
+        n_1D = state.exit_inputs.get(exit_index)
+        if n_1D is None:
+            h_1D = state.buffers.boundary_SD[exit_index + 1].narrow(0, state.length - 1, 1)
+            n_1D = state.exit_inputs[exit_index] = self.model.exit_norm(exit_index, h_1D)
+        return n_1D
 
-    def read_router(self, state: DecodeState, junction_index: int, n_1D: Tensor) -> float:
-        """Return z_k of the last token on the host. One host read."""
-        state.stats.host_reads += 1
-        return self.model.router_logit(junction_index, n_1D).item()
+    def _exit_inputs(self, states: Sequence[DecodeState], exit_index: int) -> Tensor:
+        """Return n_k of the last token of some sequences, shape (B, D)."""
+        fresh = [state for state in states if exit_index not in state.exit_inputs]
+        if fresh:
+            h_BD = torch.cat(
+                [
+                    state.buffers.boundary_SD[exit_index + 1].narrow(0, state.length - 1, 1)
+                    for state in fresh
+                ]
+            )
+            n_BD = self.model.exit_norm(exit_index, h_BD)
+            for state, n_D in zip(fresh, n_BD.unbind(0), strict=True):
+                state.exit_inputs[exit_index] = n_D.unsqueeze(0)
+            if len(fresh) == len(states):
+                return n_BD
+        return _stack([state.exit_inputs[exit_index] for state in states])
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

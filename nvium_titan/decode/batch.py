@@ -1,0 +1,219 @@
+"""Several requests decoded together: their rows share block calls, their tokens stay their own.
+
+Each request is a coroutine on its own sequence; the batch looks at what they need and answers many
+in one call. When a block runs, every other sequence with positions owed to it rides along: the
+weights are read once whatever the rows, and those positions need not be run later. What a sequence
+computes depends on the others only in the rounding of matrix products of other shapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from nvium_titan.decode.kv_cache import WorkSpace
+from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits, NeedRouter
+from nvium_titan.decode.request import RequestRun
+from nvium_titan.decode.results import BatchStats, GeneratedToken, GenerationResult
+from nvium_titan.decode.runner import BlockRunner
+from nvium_titan.decode.schedule import Schedule
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A request that is being decoded."""
+
+    index: int
+    run: RequestRun
+    need: Need | None
+    """What it waits for; None where it has just given a token, or begins."""
+    admitted_s: float
+    """When it came, on the clock of the batch."""
+    first_token_s: float = 0.0
+
+
+class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
+    """Row indices and tokens as they come, those of one row in order; see `Engine.generate_batch`.
+
+    Rows end on their own, at a stop id or at their length; then the next request takes the place.
+    """
+
+    def __init__(
+        self,
+        runner: BlockRunner,
+        openers: Sequence[Callable[[WorkSpace | None], RequestRun]],
+        *,
+        batch_size: int,
+        schedule: Schedule,
+    ) -> None:
+        """Take checked requests; nothing runs yet.
+
+        Args:
+            runner: The model.
+            openers: For each request, what makes its run and its buffers when its turn comes.
+            batch_size: Most rows at once.
+            schedule: When which block runs.
+        """
+        self.stats = BatchStats()
+        self._runner = runner
+        self._waiting = deque(enumerate(openers))
+        self._batch_size = batch_size
+        self._limits = cycle(schedule.limits(runner.num_exits))
+        self._work = runner.new_work_space()
+        self._rows: list[_Row] = []
+        self._tokens: deque[tuple[int, GeneratedToken]] = deque()
+        self._results: list[GenerationResult | None] = [None] * len(openers)
+        self._busy_s = 0.0
+        self._round_start = 0.0
+
+    def __next__(self) -> tuple[int, GeneratedToken]:
+        """Return the next token and the index of its row.
+
+        Raises:
+            StopIteration: After the last token of the last row.
+        """
+        while not self._tokens:
+            if not self._rows and not self._waiting:
+                raise StopIteration
+            try:
+                self._round()
+            except BaseException:
+                self.close()
+                raise
+        return self._tokens.popleft()
+
+    def stop(self, row_index: int) -> None:
+        """End a row with the tokens it has, finish reason "stop"; a row that has ended stays so.
+
+        Raises:
+            RuntimeError: If it has not given a token yet.
+        """
+        if self._results[row_index] is not None:
+            return
+        row = next((row for row in self._rows if row.index == row_index), None)
+        if row is None or not row.run.tokens:
+            raise RuntimeError(f"row {row_index} has not given a token yet")
+        row.run.stop()
+        self._drop_finished()
+
+    def close(self) -> None:
+        """Drop what is unfinished; there are no results then."""
+        self._rows = []
+        self._waiting.clear()
+        self._tokens.clear()
+
+    def results(self) -> list[GenerationResult]:
+        """Return the results, in the order of the requests, after running what is left.
+
+        Raises:
+            RuntimeError: If the batch was closed or failed before its end.
+        """
+        for _ in self:
+            pass
+        results = [result for result in self._results if result is not None]
+        if len(results) < len(self._results):
+            raise RuntimeError("the batch was closed or failed before its end")
+        return results
+
+    # --- one round ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _round(self) -> None:
+        """Run the blocks below the limit of this round, then the head; see `decode.schedule`."""
+        self._round_start = time.perf_counter()
+        limit = next(self._limits)
+        for row in self._rows:
+            if row.need is None:
+                self._advance(row, None)
+        self._admit()
+        while True:
+            while (need := self._shallowest_need(limit)) is not None:
+                self._answer(need)
+            if not self._answer_heads():
+                break  # until now an answer may have been "not certain yet: one block more"
+        self._busy_s = self._now()
+        self.stats.decode_s = self._busy_s - self.stats.prefill_s
+        self._drop_finished()
+
+    def _now(self) -> float:
+        """Return the seconds that the batch itself has taken; a slow consumer does not count."""
+        return self._busy_s + time.perf_counter() - self._round_start
+
+    def _admit(self) -> None:
+        """Prefill new requests into the free places, each alone."""
+        while self._waiting and len(self._rows) < self._batch_size:
+            index, opener = self._waiting.popleft()
+            row = _Row(index, opener(self._work), need=None, admitted_s=self._now())
+            row.run.prefill()
+            row.run.state.stats.prefill_s = self._now() - row.admitted_s
+            self.stats.prefill_s += row.run.state.stats.prefill_s
+            self._rows.append(row)
+            self._advance(row, None)
+
+    def _advance(self, row: _Row, answer: Any) -> None:
+        """Let a row go on to what it needs next, or to its next token."""
+        step = row.run.advance(answer)
+        if not isinstance(step, GeneratedToken):
+            row.need = step
+            return
+        row.need = None
+        self._tokens.append((row.index, step))
+        self.stats.num_new_tokens += 1
+        now, stats = self._now(), row.run.state.stats
+        if len(row.run.tokens) == 1:
+            row.first_token_s = now
+            stats.ttft_s = now - row.admitted_s
+        else:
+            stats.decode_s = now - row.first_token_s
+
+    def _shallowest_need(self, limit: int) -> NeedBlock | NeedRouter | None:
+        """Return what to answer next before the head: bottom up, a block before its router."""
+        needs = [row.need for row in self._rows if isinstance(row.need, NeedBlock | NeedRouter)]
+        return min(
+            (need for need in needs if need[0] < limit),
+            key=lambda need: (need[0], isinstance(need, NeedRouter)),
+            default=None,
+        )
+
+    def _answer(self, need: NeedBlock | NeedRouter) -> None:
+        """Answer all rows with this need; what else is owed to a block rides along."""
+        rows = [row for row in self._rows if type(row.need) is type(need) and row.need == need]
+        if isinstance(need, NeedRouter):
+            states = [row.run.state for row in rows]
+            router_logits = self._runner.router_logits(states, need.junction_index)
+            for row, router_logit in zip(rows, router_logits, strict=True):
+                self._advance(row, router_logit)
+            return
+        if any(row.run.state.counts.payable(need.block_index) for row in rows):
+            states = [row.run.state for row in self._rows]
+            num_calls = self._runner.fill_all(states, need.block_index)
+            self.stats.layers_run += num_calls * self._runner.block_sizes[need.block_index]
+        for row in rows:
+            self._advance(row, None)
+
+    def _answer_heads(self) -> bool:
+        """Give all rows that wait for logits theirs, from one call; return whether there were any.
+
+        A row that gets its token goes on in the next round.
+        """
+        rows = [(row, row.need) for row in self._rows if isinstance(row.need, NeedLogits)]
+        if not rows:
+            return False
+        self.stats.head_calls += 1
+        all_logits = self._runner.logits([(row.run.state, need) for row, need in rows])
+        for (row, _), logits_NV in zip(rows, all_logits, strict=True):
+            self._advance(row, logits_NV)
+        return True
+
+    def _drop_finished(self) -> None:
+        """Take the results of rows that have ended; their buffers are free then."""
+        for row in self._rows:
+            if row.run.finish_reason is not None:
+                self._results[row.index] = row.run.result()
+        self._rows = [row for row in self._rows if row.run.finish_reason is None]

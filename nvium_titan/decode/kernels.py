@@ -1,0 +1,59 @@
+"""Which kernels run a model: torch's own operations, or the native ones for the CPU."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import torch
+
+from nvium_titan.decode.block_model import BlockModel
+from nvium_titan.decode.model import DecoderModel
+from nvium_titan.decode.native.model import NativeModel
+from nvium_titan.decode.params import DecoderParams
+from nvium_titan.decode.runner import Shapes
+from nvium_titan.errors import DependencyError
+
+logger = logging.getLogger(__name__)
+
+Kernels = Literal["auto", "torch", "native"]
+
+
+def build_model(
+    params: DecoderParams, *, kernels: Kernels, num_slots: int, shapes: Shapes
+) -> BlockModel:
+    """Return the model that runs blocks.
+
+    The native kernels are for the CPU, float32, bfloat16 and int8, in exact shapes. They cost no
+    more for a piggyback group of 2 to 6 rows than for one, and a row's result is the same to the
+    bit in every group and batch. They are compiled at first use, which takes seconds.
+
+    Args:
+        params: The weights.
+        kernels: "auto" takes the native ones where they can run, and says so where only a compiler
+            is missing; "native" insists; "torch" is their slow twin, and the one for every other
+            device, type and shape.
+        num_slots: Largest number of slots that any sequence will have.
+        shapes: See `Engine`.
+
+    Raises:
+        DependencyError: If native kernels are asked for and cannot be had; the message says why.
+    """
+    is_possible = (
+        params.device.type == "cpu"
+        and params.dtype in (torch.float32, torch.bfloat16)
+        and shapes == "exact"
+    )
+    if kernels == "native" and not is_possible:
+        raise DependencyError(
+            f"kernels='native' run on the CPU in float32, bfloat16 and int8, in exact shapes; this "
+            f"is {params.device.type}, {params.dtype}, {shapes!r}; use kernels='auto'"
+        )
+    if kernels != "torch" and is_possible:
+        try:
+            return NativeModel(params, num_slots=num_slots)
+        except DependencyError as error:
+            if kernels == "native":
+                raise
+            logger.warning("decoding slowly, in torch operations: %s", error)
+    return DecoderModel(params, num_slots=num_slots)
