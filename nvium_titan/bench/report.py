@@ -11,6 +11,8 @@ from nvium_titan.errors import DataError
 
 REPORT_FILE = "bench.json"
 MAX_BUSY_CORES = 0.5
+OURS = ("N-vium", "dense", "twin", "trained dense")
+"""Systems that are our own engine."""
 Record = TypeVar("Record")
 
 
@@ -47,7 +49,7 @@ class SystemFigures:
     """Times of one system, over all pairs."""
 
     name: str
-    """"N-vium", "dense", "twin" (parameter-matched dense), "trained dense", or a peer."""
+    """One of `OURS` ("twin" is the parameter-matched dense), or a peer."""
     dtype: str
     """Type of its weights."""
     version: str

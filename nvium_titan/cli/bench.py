@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from nvium_titan.cli.bench_tables import OURS, print_prompts, print_report
 from nvium_titan.cli.common import progress
 from nvium_titan.errors import BenchError, DependencyError
 
@@ -114,6 +113,7 @@ class Bench:
         from nvium_titan.bench.machine import describe_cpu
         from nvium_titan.bench.models import check_dtypes
         from nvium_titan.bench.report import REPORT_FILE, BenchReport, to_json
+        from nvium_titan.cli.bench_tables import print_prompts, print_report
 
         self._check_numbers()
         dtypes = check_dtypes(self.dtypes)
@@ -348,6 +348,7 @@ def _versions(entries: Sequence[DtypeFigures]) -> dict[str, str]:
     import torch
 
     from nvium_titan import __version__
+    from nvium_titan.bench.report import OURS
 
     systems = [system for entry in entries for system in entry.systems]
     peers = {system.name: system.version for system in systems if system.name not in OURS}

@@ -8,11 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nvium_titan.bench.report import BenchReport, DtypeFigures, PromptsReport
+from nvium_titan.bench.report import OURS, BenchReport, DtypeFigures, PromptsReport
 from nvium_titan.cli.common import shown
-
-OURS = ("N-vium", "dense", "twin", "trained dense")
-"""Systems that are our own engine."""
 
 _WIDTH = 112
 
@@ -21,7 +18,7 @@ def print_report(report: BenchReport) -> None:
     """Print the comparisons of every type, each with its table."""
     forced = "routers decide" if report.forced_shares is None else "forced, routers run and read"
     print(
-        f"{report.model}: {report.num_params / 1e6:.1f} M parameters, exits after layers "
+        f"{report.model}: {report.num_params:,} parameters, exits after layers "
         f"{', '.join(map(str, report.exits))} ({forced})\n"
         f"prompt {report.prompt_tokens} tokens, {report.new_tokens} new, seed {report.seed}"
     )
