@@ -1,14 +1,16 @@
 """The bundle: the one directory format between training, decoding and export.
 
-    config.json               HF style; "nvium", or plain "llama" for a dense model
+    config.json               HF style; "nvium", plain "llama" for a dense model, "nvium_int8"
     model.safetensors         or shards with model.safetensors.index.json
     generation_config.json    bos and eos for other loaders
     tokenizer files           as written by `Tokenizer.save`
     nvium.json                format version, tokenizer size, provenance of the run
-    modeling_nvium.py         unless dense: the model for transformers, with trust_remote_code
+    modeling_nvium.py         "nvium" only: the model for transformers, with trust_remote_code
 
 Tensor names are HF LLaMA names (rotate-half RoPE layout) and, for the junctions, the names of the
-N-vium authors' checkpoints. The module owns the term bundle.
+N-vium authors' checkpoints. A quantised bundle holds each matrix X as int8 and X_scale, float32:
+`quantization` says which and how. Writing and reading convert, so that nobody else sees integers.
+The module owns the term bundle.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nvium_titan import __version__
-from nvium_titan.bundle_config import CONFIG_FILE, MODELING_FILE, BundleConfig, expected_tensors
+from nvium_titan.bundle_config import (
+    CONFIG_FILE,
+    DTYPES,
+    MODELING_FILE,
+    BundleConfig,
+    expected_tensors,
+    stored_tensors,
+)
 from nvium_titan.errors import BundleError
+from nvium_titan.quantization import dequantize, quantize_int8
 from nvium_titan.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 __all__ = ["Bundle", "BundleConfig", "expected_tensors", "read_bundle", "write_bundle"]
@@ -46,7 +56,7 @@ _BUNDLE_FILE = re.compile(
     r"|tokenizer\.model|model.*\.safetensors|model\.safetensors\.index\.json"
 )
 
-_SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,23 +72,24 @@ class Bundle:
     provenance: Mapping[str, Any]
     """What the exporter recorded: run configuration, step, versions, exit shares."""
     tensor_files: Mapping[str, str]
-    """The file that holds each tensor."""
+    """The file that holds each stored tensor."""
 
     def load_tensors(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
-        """Return every tensor by name, as new tensors.
+        """Return every tensor of `expected_tensors(config)` by name, as new tensors.
 
         Args:
-            dtype: Type to convert to; as stored if None.
+            dtype: Type to convert to; `config.dtype` if None.
             device: Where to put them.
         """
         tensors = {}
         for file in sorted(set(self.tensor_files.values())):
             with safe_open(self.path / file, framework="pt", device=str(device)) as reader:
                 for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
-                    tensors[name] = reader.get_tensor(name).to(dtype=dtype)
-        return {name: tensors[name] for name in self.tensor_files}
+                    tensors[name] = reader.get_tensor(name)
+        dtype = DTYPES[self.config.dtype] if dtype is None else dtype
+        return dequantize({name: tensors[name] for name in self.tensor_files}, dtype=dtype)
 
     def load_tokenizer(self) -> Tokenizer:
         """Return the bundle's tokenizer.
@@ -106,15 +117,16 @@ def write_bundle(
 
     Args:
         directory: The bundle to write.
-        config: Its dimensions; `config.dtype` is the type every tensor must have.
+        config: Its dimensions; `config.dtype` is the type every tensor must have. They are
+            quantised here if it says so.
         tensors: Exactly the tensors of `expected_tensors(config)`, on any device.
         tokenizer: Saved with it; at most `config.vocab_size` ids.
         provenance: Anything JSON can hold, kept in `nvium.json`.
         max_shard_bytes: Tensor bytes per file; more than one file gets an index.
 
     Raises:
-        BundleError: If a tensor is missing, extra, or of the wrong shape or type; if `directory`
-            holds something else; if writing fails.
+        BundleError: If a tensor is missing, extra, or of the wrong shape or type; if one to be
+            quantised is not finite; if `directory` holds something else; if writing fails.
         TokenizerError: If the tokenizer has more ids than the model.
     """
     target = Path(directory).resolve()
@@ -122,17 +134,18 @@ def write_bundle(
     found = {
         name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()
     }
-    check_tensors(found, config, source="the model to export")
+    check_tensors(found, replace(config, quantization=None), source="the model to export")
     _check_replaceable(target)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
         ordered = {name: tensors[name] for name in expected_tensors(config)}
-        _write_tensors(partial, ordered, max_shard_bytes)
+        stored = quantize_int8(ordered) if config.quantization else ordered
+        _write_tensors(partial, stored, max_shard_bytes)
         tokenizer.save(partial)
         _write_json(partial / CONFIG_FILE, config.to_json())
-        if not config.is_plain_llama:
+        if not config.is_plain_llama and config.quantization is None:
             shutil.copyfile(_MODELING_SOURCE, partial / MODELING_FILE)
         _write_json(partial / "generation_config.json", _generation_config(config, tokenizer))
         record = {
@@ -181,14 +194,14 @@ def read_bundle(directory: Path | str) -> Bundle:
         config=config,
         tokenizer_vocab_size=vocab_size,
         provenance=record["provenance"],
-        tensor_files={name: files[name] for name in expected_tensors(config)},
+        tensor_files={name: files[name] for name in stored_tensors(config)},
     )
 
 
 def check_tensors(
     found: Mapping[str, tuple[tuple[int, ...], str]], config: BundleConfig, *, source: str
 ) -> None:
-    """Check that tensors are exactly those of a configuration.
+    """Check that tensors are exactly those that a bundle of this configuration stores.
 
     Args:
         found: Shape and type of each tensor, as from `read_headers`.
@@ -198,7 +211,7 @@ def check_tensors(
     Raises:
         BundleError: If a tensor is missing, extra, or of another shape or type.
     """
-    expected = expected_tensors(config)
+    expected = stored_tensors(config)
     faults = []
     for what, names in (
         ("missing", [name for name in expected if name not in found]),
@@ -207,12 +220,12 @@ def check_tensors(
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             faults.append(f"tensors {what}: {', '.join(names[:3])}{more}")
-    for name, shape in expected.items():
-        if name in found and found[name] != (shape, config.dtype):
+    for name, (shape, dtype) in expected.items():
+        if name in found and found[name] != (shape, dtype):
             got_shape, got_dtype = found[name]
             faults.append(
                 f"tensor {name} is {list(got_shape)} {got_dtype}, "
-                f"config.json asks for {list(shape)} {config.dtype}"
+                f"config.json asks for {list(shape)} {dtype}"
             )
             break
     if faults:

@@ -6,6 +6,7 @@ The module owns `BundleConfig`; `nvium_titan.bundle` reads and writes the direct
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +15,20 @@ import torch
 
 from nvium_titan.errors import BundleError, ConfigError, nearest
 from nvium_titan.exit_plan import ExitPlan
+from nvium_titan.quantization import SCALE_SUFFIX, is_quantized
 
 CONFIG_FILE = "config.json"
 MODELING_FILE = "modeling_nvium.py"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+QUANTIZATIONS = ("int8",)
 
 # What the decoder computes whatever config.json says; another value is another model.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_scaling": None}
 _EXIT_KEYS = ("exit_layers", "router_dim", "adapter_dim", "final_adapter")
+# No loader of other projects knows it: one that took the integers for weights would say nothing.
+_QUANTIZED_TYPE = "nvium_int8"
+_MODEL_TYPES = ("nvium", _QUANTIZED_TYPE, "llama")
 # Where transformers finds the classes, with trust_remote_code=True.
 _AUTO_MAP = {
     "AutoConfig": "modeling_nvium.NviumConfig",
@@ -69,7 +75,10 @@ class BundleConfig:
     eos_token_id: int | None
     """Token that ends a document, if any."""
     dtype: str
-    """Stored type of every tensor: float32, bfloat16 or float16."""
+    """Stored type of every tensor that is not quantised: float32, bfloat16 or float16."""
+    quantization: str | None = None
+    """int8: matrices are stored as integers with a scale per output (`quantization`), all other
+    tensors as float32. None: every tensor is stored as `dtype`."""
 
     def __post_init__(self) -> None:
         """Check what one field demands of another.
@@ -92,6 +101,16 @@ class BundleConfig:
         if self.dtype not in DTYPES:
             raise BundleError(
                 f"dtype={self.dtype!r}{nearest(self.dtype, DTYPES)}; fix {CONFIG_FILE}"
+            )
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise BundleError(
+                f"quantization={self.quantization!r}{nearest(self.quantization, QUANTIZATIONS)}; "
+                f"fix {CONFIG_FILE}"
+            )
+        if self.quantization is not None and self.dtype != "float32":
+            raise BundleError(
+                f"dtype={self.dtype!r}: must be 'float32' with quantization="
+                f"{self.quantization!r}; fix {CONFIG_FILE}"
             )
         try:
             plan = self.plan
@@ -117,18 +136,27 @@ class BundleConfig:
 
     @property
     def is_plain_llama(self) -> bool:
-        """Whether this is the dense transformer, which any LLaMA loader can open."""
-        return not self.exit_layers and not self.final_adapter
+        """Whether this is a dense transformer that any LLaMA loader can open."""
+        return not (self.exit_layers or self.final_adapter or self.quantization)
 
     def to_json(self) -> dict[str, Any]:
-        """Return `config.json`: a plain LLaMA configuration for a dense model, else "nvium"."""
+        """Return `config.json`: of type "llama" for a dense model, else "nvium" or "nvium_int8"."""
         fields = dataclasses.asdict(self)
+        quantization = fields.pop("quantization")
         exits = {key: fields.pop(key) for key in _EXIT_KEYS}
         exits["exit_layers"] = list(self.exit_layers)
-        plain = self.is_plain_llama
+        own: dict[str, Any] = {}
+        if self.is_plain_llama:
+            model_type, architectures = "llama", ["LlamaForCausalLM"]
+        elif quantization is None:
+            model_type, architectures = "nvium", ["NviumForCausalLM"]
+            own = exits | {"auto_map": _AUTO_MAP}
+        else:
+            model_type, architectures = _QUANTIZED_TYPE, []
+            own = exits | {"quantization": quantization}
         return {
-            "architectures": ["LlamaForCausalLM" if plain else "NviumForCausalLM"],
-            "model_type": "llama" if plain else "nvium",
+            "architectures": architectures,
+            "model_type": model_type,
             **fields,
             # transformers before 4.56 and several converters know only this name.
             "torch_dtype": self.dtype,
@@ -137,7 +165,7 @@ class BundleConfig:
             "initializer_range": 0.02,
             "pretraining_tp": 1,
             "use_cache": True,
-            **({} if plain else exits | {"auto_map": _AUTO_MAP}),
+            **own,
         }
 
     @classmethod
@@ -152,12 +180,19 @@ class BundleConfig:
             BundleError: If a key is missing, has the wrong type, or asks for another model.
         """
         model_type = data.get("model_type")
-        if model_type not in ("llama", "nvium"):
-            raise BundleError(f"{source}: model_type={model_type!r}: must be 'nvium' or 'llama'")
+        if model_type not in _MODEL_TYPES:
+            raise BundleError(
+                f"{source}: model_type={model_type!r}: must be one of {', '.join(_MODEL_TYPES)}"
+            )
         for key, fixed in _FIXED.items():
             if data.get(key, fixed) != fixed:
                 raise BundleError(f"{source}: {key}={data[key]!r}: only {fixed!r} is supported")
-        given = dict(data)
+        given = {"quantization": None, **data}
+        if (given["quantization"] is not None) != (model_type == _QUANTIZED_TYPE):
+            raise BundleError(
+                f"{source}: model_type={model_type!r} with quantization={given['quantization']!r}: "
+                f"a quantised bundle is of type {_QUANTIZED_TYPE!r}, and no other is quantised"
+            )
         if model_type == "llama":
             given |= {"exit_layers": [], "router_dim": 0, "adapter_dim": 0, "final_adapter": False}
         return cls(**{f.name: _typed(given, f.name, str(f.type), source) for f in _FIELDS})
@@ -185,7 +220,8 @@ def _typed(data: Mapping[str, Any], key: str, kind: str, source: str) -> Any:
         (kind in ("int", "int | None") and is_int)
         or (kind == "int | None" and value is None)
         or (kind == "bool" and isinstance(value, bool))
-        or (kind == "str" and isinstance(value, str))
+        or (kind in ("str", "str | None") and isinstance(value, str))
+        or (kind == "str | None" and value is None)
     ):
         return value
     raise BundleError(f"{source}: {key}={value!r}: must be of type {kind}")
@@ -233,3 +269,23 @@ def expected_tensors(config: BundleConfig) -> dict[str, tuple[int, ...]]:
         shapes["final_adapter.0.weight"] = (config.adapter_dim, d)
         shapes["final_adapter.2.weight"] = (d, config.adapter_dim)
     return shapes
+
+
+def stored_tensors(config: BundleConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and type of every tensor as it lies in the file, in model order."""
+    stored: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name, shape in expected_tensors(config).items():
+        if config.quantization and is_quantized(name, len(shape)):
+            stored[name] = (shape, config.quantization)
+            stored[name + SCALE_SUFFIX] = (shape[:1], config.dtype)
+        else:
+            stored[name] = (shape, config.dtype)
+    return stored
+
+
+def stored_bytes(config: BundleConfig) -> int:
+    """Return the bytes that all tensors take in the file."""
+    return sum(
+        math.prod(shape) * getattr(torch, dtype).itemsize
+        for shape, dtype in stored_tensors(config).values()
+    )

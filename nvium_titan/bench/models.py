@@ -23,12 +23,13 @@ from nvium_titan.decode.params import random_tensors
 from nvium_titan.errors import BenchError, nearest
 from nvium_titan.flavors import dense_twin
 from nvium_titan.flops import ModelDims
+from nvium_titan.quantization import dequantize, quantize_int8
 from nvium_titan.tokenizer import ByteTokenizer, Tokenizer
 
-ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Type of the tensors that `load_engine` wants, by the name of what it computes in."""
+ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}
+"""Type of the tensors that `load_engine` starts from, by the name of what it computes in."""
 
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 """Bytes that one weight takes, by the same names."""
 
 
@@ -64,7 +65,8 @@ class BenchModel:
         """
         bundle = read_bundle(path)
         return cls(
-            config=bundle.config,
+            # `load_tensors` gives what an int8 bundle stands for, in any type.
+            config=dataclasses.replace(bundle.config, quantization=None),
             tokenizer=bundle.load_tokenizer(),
             load_tensors=lambda dtype: bundle.load_tensors(dtype=dtype),
         )
@@ -120,8 +122,12 @@ class BenchModel:
     def load_engine(self, *, dtype: str, max_seq_len: int) -> Engine:
         """Return an engine with the weights packed for `dtype`; a name of `ENGINE_DTYPES`."""
         tensors = self.load_tensors(ENGINE_DTYPES[dtype])
+        is_int8 = dtype == "int8"
         params = DecoderParams.from_tensors(
-            self.config, tensors, num_tokens=self.tokenizer.vocab_size
+            self.config,
+            dequantize(quantize_int8(tensors), dtype=torch.float32) if is_int8 else tensors,
+            num_tokens=self.tokenizer.vocab_size,
+            is_int8=is_int8,
         )
         return Engine(params, max_seq_len=max_seq_len)
 

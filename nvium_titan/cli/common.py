@@ -17,8 +17,8 @@ _BAR_AFTER_S = 5.0
 _DRAW_EVERY_S = 0.2
 
 
-def load(path: Path, *, dtype: str, device: str) -> LoadedModel:
-    """Return a bundle's or a checkpoint's model; `dtype` names a torch type.
+def load(path: Path, *, dtype: str | None, device: str) -> LoadedModel:
+    """Return a bundle's or a checkpoint's model; `dtype` names a torch type, or is the bundle's.
 
     Raises:
         PromptError: If there is no such device.
@@ -29,7 +29,7 @@ def load(path: Path, *, dtype: str, device: str) -> LoadedModel:
 
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise PromptError(f"--device {device}: torch sees no CUDA GPU here; use cpu")
-    return load_model(path, dtype=getattr(torch, dtype), device=device)
+    return load_model(path, dtype=getattr(torch, dtype) if dtype else None, device=device)
 
 
 @contextmanager

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from nvium_titan.errors import BundleError, ConfigError
+from nvium_titan.cli.common import load, progress
+from nvium_titan.errors import BundleError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from nvium_titan.convert.load import LoadedModel
+    from nvium_titan.eval.perplexity import EncodedDocument
+
+HELD_OUT_TOKENS = 4096
+"""How much of the built-in corpus measures what quantisation costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +27,18 @@ class Export:
     """Turn a training checkpoint into a bundle, which decodes without torchtitan.
 
     A dense model becomes a plain LlamaForCausalLM. Any number of ranks may have saved it. With
-    --format reference a checkpoint or a bundle becomes one that the N-vium authors' code loads.
+    --format reference a checkpoint or a bundle becomes one that the N-vium authors' code loads;
+    with --quantize int8 it becomes a bundle of a good quarter of the size, for our decoder alone,
+    and the perplexity that this costs is printed.
 
     nvium export runs/debug --out bundles/debug
+
+    nvium export bundles/debug --out bundles/debug-int8 --quantize int8
     """
 
     checkpoint: tyro.conf.Positional[Path]
-    """A step-N folder, or a run's folder: then its newest step; for reference also a bundle."""
+    """A step-N folder, or a run's folder: then its newest step; for reference and int8 also a
+    bundle."""
 
     out: Path
     """Folder to write, whole or not at all; an older bundle there is replaced."""
@@ -34,6 +49,13 @@ class Export:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the exported weights; a bundle keeps its own."""
 
+    quantize: Literal["int8"] | None = None
+    """Store matrices as int8 with a scale per output, the other tensors as float32."""
+
+    text: Path | None = None
+    """With --quantize: text to measure the perplexity on, as for nvium eval; default: the first
+    4,096 tokens of held-out documentation of Python."""
+
     tokenizer: str | None = None
     """Tokenizer to put in: "byte", a folder or a file; default: the one of the training run."""
 
@@ -41,30 +63,117 @@ class Export:
         """Write the bundle or the authors' checkpoint.
 
         Raises:
-            BundleError: If a bundle is to become a bundle, or is to change type or tokenizer.
+            BundleError: If options exclude each other, or a bundle is to become the same bundle or
+                to change type or tokenizer.
         """
         from nvium_titan.bundle import PROVENANCE_FILE
         from nvium_titan.convert.export import export_checkpoint
         from nvium_titan.convert.reference import export_reference
 
         source = self.checkpoint
-        if (source / PROVENANCE_FILE).is_file():
-            if self.format == "bundle" or self.dtype != "float32" or self.tokenizer is not None:
-                raise BundleError(
-                    f"{source} is a bundle already: it can only take --format reference, and keeps "
-                    "its type and tokenizer (no --dtype, no --tokenizer)"
-                )
-            export_reference(source, self.out)
-        elif self.format == "bundle":
+        is_bundle = (source / PROVENANCE_FILE).is_file()
+        self._check(is_bundle=is_bundle)
+        if self.format == "bundle" and self.quantize is None:
             source = export_checkpoint(source, self.out, dtype=self.dtype, tokenizer=self.tokenizer)
-        else:
-            with TemporaryDirectory(prefix="nvium-") as folder:
-                bundle = Path(folder) / "bundle"
+            print(f"exported {source} to {self.out}")
+            return
+        with TemporaryDirectory(prefix="nvium-") as folder:
+            bundle = source if is_bundle else Path(folder) / "bundle"
+            if not is_bundle:
                 source = export_checkpoint(
                     source, bundle, dtype=self.dtype, tokenizer=self.tokenizer
                 )
+            if self.quantize is None:
                 export_reference(bundle, self.out)
-        print(f"exported {source} to {self.out}")
+                report = []
+            else:
+                report = _quantize(bundle, self.out, text=self.text)
+        print("\n".join([f"exported {source} to {self.out}", *report]))
+
+    def _check(self, *, is_bundle: bool) -> None:
+        if self.quantize is None and self.text is not None:
+            raise BundleError(
+                f"--text {self.text} measures what --quantize costs; add --quantize int8, or use "
+                "nvium eval"
+            )
+        if self.quantize is not None and self.format == "reference":
+            raise BundleError(
+                f"--quantize {self.quantize} goes with --format bundle: the authors' code reads "
+                "float weights only; leave one of them out"
+            )
+        if self.quantize is not None and self.dtype != "float32":
+            raise BundleError(
+                f"--quantize {self.quantize} stores matrices as int8 and the rest as float32; "
+                f"leave out --dtype {self.dtype}"
+            )
+        if is_bundle and (
+            (self.format == "bundle" and self.quantize is None)
+            or self.dtype != "float32"
+            or self.tokenizer is not None
+        ):
+            raise BundleError(
+                f"{self.checkpoint} is a bundle already: it can only take --quantize int8 or "
+                "--format reference, and keeps its type and tokenizer (no --dtype, no --tokenizer)"
+            )
+
+
+def _quantize(bundle: Path, out: Path, *, text: Path | None) -> list[str]:
+    """Write an int8 bundle; return what it saves and what it costs, a line each."""
+    from nvium_titan.bundle import read_bundle
+    from nvium_titan.bundle_config import stored_bytes
+    from nvium_titan.convert.export import quantize_bundle
+    from nvium_titan.eval.perplexity import encode_documents, read_documents
+
+    # Both read before `out` is written, which may be the same folder.
+    config = read_bundle(bundle).config
+    model = load(bundle, dtype="float32", device="cpu")
+    documents = encode_documents(
+        _held_out() if text is None else read_documents(text),
+        model.tokenizer,
+        max_tokens=HELD_OUT_TOKENS if text is None else None,
+    )
+    quantize_bundle(bundle, out)
+    before = _perplexity(model, documents, title="tokens scored before")
+    after = _perplexity(load(out, dtype=None, device="cpu"), documents, title="and with int8")
+    mb, mb_int8 = (stored_bytes(c) / 1e6 for c in (config, read_bundle(out).config))
+    num_tokens = sum(len(document.token_ids) - 1 for document in documents)
+    name = "held-out Python documentation" if text is None else str(text)
+    return [
+        f"weights on disk: {mb:,.1f} MB ({config.dtype}) -> {mb_int8:,.1f} MB (int8)",
+        f"perplexity on {num_tokens:,} tokens of {name}: {before:.3f} -> {after:.3f} "
+        f"({after / before - 1:+.2%})",
+    ]
+
+
+def _held_out() -> Iterator[str]:
+    """Yield the documents that the built-in corpus keeps for validation, in its order.
+
+    Raises:
+        DataError: If this Python has no documentation installed.
+    """
+    from nvium_titan.data.documents import TextStore
+    from nvium_titan.data.python_docs import python_docs
+    from nvium_titan.data.sources import IndexedSource
+
+    try:
+        store = TextStore(python_docs())
+    except DataError as error:
+        raise DataError(
+            "this Python has no documentation to measure the perplexity on; give --text FILE"
+        ) from error
+    source = IndexedSource(store, name="python_docs", split="validation", seed=0)
+    return (document.text for document in source.documents())
+
+
+def _perplexity(model: LoadedModel, documents: Sequence[EncodedDocument], *, title: str) -> float:
+    """Return the perplexity per token of the mixture."""
+    from nvium_titan.decode import Engine
+    from nvium_titan.eval.perplexity import evaluate
+
+    total = sum(len(document.token_ids) - 1 for document in documents)
+    with progress(title, total=total) as report:
+        result = evaluate(Engine(model.params), model.tokenizer, documents, on_progress=report)
+    return result.modes[0].token_perplexity or math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,8 +46,9 @@ class Eval:
     batch_size: int = 1
     """Windows handed to the engine at once; changes no result."""
 
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type to compute in; sums are float64."""
+    dtype: Literal["float32", "bfloat16", "float64", "int8"] | None = None
+    """Type to compute in; int8: int8 weights, else float32. Default: int8 for a quantised bundle,
+    otherwise float32. Sums are float64."""
 
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
@@ -81,7 +82,7 @@ class Eval:
             settings = {
                 "model": str(model.path),
                 "text": str(self.text),
-                "dtype": self.dtype,
+                "dtype": model.dtype,
                 "device": self.device,
             }
             print(json.dumps({**settings, **asdict(result)}))

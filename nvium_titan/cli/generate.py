@@ -86,8 +86,9 @@ class Generate:
     max_seq_len: int | None = None
     """Most tokens of prompt and new text together; default: the model's own context."""
 
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type to compute in."""
+    dtype: Literal["float32", "bfloat16", "float64", "int8"] | None = None
+    """Type to compute in; int8: int8 weights, else float32. Default: int8 for a quantised bundle,
+    otherwise float32."""
 
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
@@ -150,7 +151,7 @@ class Generate:
                 "seed": self.seed,
                 "stop": self.stop,
                 "ignore_eos": self.ignore_eos,
-                "dtype": self.dtype,
+                "dtype": model.dtype,
                 "device": self.device,
             }
             if self.log_probs:

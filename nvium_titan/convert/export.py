@@ -1,4 +1,4 @@
-"""From a training checkpoint (DCP step folder) to a bundle.
+"""From a training checkpoint (DCP step folder) to a bundle, and from a bundle to an int8 one.
 
 A step folder holds everything that is needed: the weights, whatever the number of ranks that wrote
 them, and the run's resolved settings. torchtitan is not imported.
@@ -10,7 +10,7 @@ import logging
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from nvium_titan.bundle import BundleConfig, write_bundle
+from nvium_titan.bundle import BundleConfig, read_bundle, write_bundle
 from nvium_titan.bundle_config import DTYPES
 from nvium_titan.convert.layout import names_of, to_bundle
-from nvium_titan.errors import CheckpointError
+from nvium_titan.errors import BundleError, CheckpointError
 from nvium_titan.flops import ModelDims
 from nvium_titan.results import read_metrics
 from nvium_titan.tokenizer import Tokenizer, load_tokenizer
@@ -245,6 +245,33 @@ def export_checkpoint(
         max_shard_bytes=max_shard_bytes,
     )
     return folder.path
+
+
+def quantize_bundle(bundle: Path | str, out: Path | str) -> None:
+    """Write a bundle as one with int8 matrices: a bit over a quarter of float32's size.
+
+    Args:
+        bundle: The bundle to read; its tokenizer and provenance are kept.
+        out: The bundle to write, whole or not at all; may be the same.
+
+    Raises:
+        BundleError: If the bundle is malformed, quantised already, or a matrix is not finite; if
+            `out` holds something else or cannot be written.
+        TokenizerError: If its tokenizer cannot be read.
+    """
+    source = read_bundle(bundle)
+    if source.config.quantization is not None:
+        raise BundleError(
+            f"{source.path}: is quantised to {source.config.quantization} already; "
+            "give the bundle or the checkpoint that it was made from"
+        )
+    write_bundle(
+        out,
+        config=replace(source.config, dtype="float32", quantization="int8"),
+        tensors=source.load_tensors(dtype=torch.float32),
+        tokenizer=source.load_tokenizer(),
+        provenance=source.provenance,
+    )
 
 
 def _provenance(folder: StepFolder) -> dict[str, Any]:

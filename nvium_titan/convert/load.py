@@ -17,6 +17,7 @@ from nvium_titan.convert.export import bundle_config, load_native_tensors, read_
 from nvium_titan.convert.layout import to_bundle
 from nvium_titan.decode import DecoderParams
 from nvium_titan.errors import BundleError
+from nvium_titan.quantization import dequantize, quantize_int8
 from nvium_titan.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 
@@ -30,14 +31,21 @@ class LoadedModel(NamedTuple):
     path: Path
     """The bundle, or the step folder that was taken."""
 
+    @property
+    def dtype(self) -> str:
+        """Name of the type it computes in."""
+        return "int8" if self.params.is_int8 else str(self.params.dtype).removeprefix("torch.")
 
-def load_model(path: Path | str, *, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
+
+def load_model(
+    path: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> LoadedModel:
     """Return the model at `path`.
 
     Args:
         path: A bundle; or a step-N folder, or a run's folder: then its newest step, which is
             logged.
-        dtype: Type to compute in.
+        dtype: Type to compute in; None: int8 for a quantised bundle, else float32.
         device: Where to compute.
 
     Raises:
@@ -55,10 +63,16 @@ def load_model(path: Path | str, *, dtype: torch.dtype, device: torch.device | s
     folder = read_step_folder(path)
     tokenizer = load_tokenizer(folder.settings["hf_assets_path"])
     check_vocabulary(tokenizer, folder.dims.vocab_size)
-    tensors = to_bundle(load_native_tensors(folder), folder.dims)
+    is_int8 = dtype == torch.int8
+    kind = torch.float32 if is_int8 or dtype is None else dtype
+    tensors = {
+        name: tensor.to(device=device, dtype=kind)
+        for name, tensor in to_bundle(load_native_tensors(folder), folder.dims).items()
+    }
     params = DecoderParams.from_tensors(
         bundle_config(folder.dims, tokenizer=tokenizer, dtype="float32"),
-        {name: t.to(device=device, dtype=dtype) for name, t in tensors.items()},
+        dequantize(quantize_int8(tensors), dtype=kind) if is_int8 else tensors,
         num_tokens=tokenizer.vocab_size,
+        is_int8=is_int8,
     )
     return LoadedModel(params, tokenizer, folder.path)

@@ -115,7 +115,9 @@ def export_reference(bundle: Bundle | Path | str, out: Path | str) -> None:
     target = Path(out).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BundleError(f"{target}: exists and is not empty; choose another output directory")
-    backbone = replace(config, exit_layers=(), router_dim=0, adapter_dim=0, final_adapter=False)
+    backbone = replace(
+        config, exit_layers=(), router_dim=0, adapter_dim=0, final_adapter=False, quantization=None
+    )
     llama = backbone.to_json() | {"architectures": ["NviumModel"]}
     # An imported model keeps the authors' training settings.
     experiment = {**bundle.provenance.get("experiment", {}), **_experiment(config)}

@@ -87,7 +87,7 @@ class Engine:
         cls,
         path: Path | str,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         max_seq_len: int | None = None,
         shapes: Shapes = "exact",

@@ -119,7 +119,7 @@ class DecoderParams:
         cls,
         path: Path | str,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> DecoderParams:
         """Return the packed weights of the bundle at `path`.
@@ -127,17 +127,20 @@ class DecoderParams:
         Args:
             path: The bundle directory.
             dtype: Type to compute in: float32, float64, bfloat16 or float16; or int8: float32
-                with weights rounded to int8 steps.
+                with weights rounded to int8 steps. None: int8 for a quantised bundle, else float32.
             device: Where to compute.
 
         Raises:
             BundleError: If the bundle is incomplete or malformed.
         """
         bundle = read_bundle(path)
+        if dtype is None:
+            dtype = torch.int8 if bundle.config.quantization == "int8" else torch.float32
         is_int8 = dtype == torch.int8
         tensors = bundle.load_tensors(dtype=torch.float32 if is_int8 else dtype, device=device)
         return cls.from_tensors(
             bundle.config,
+            # Weights of a quantised bundle are on their grid already, and stay as they are.
             dequantize(quantize_int8(tensors), dtype=torch.float32) if is_int8 else tensors,
             num_tokens=bundle.tokenizer_vocab_size,
             is_int8=is_int8,
