@@ -22,6 +22,8 @@ import torch
 from nvium_titan.errors import DependencyError
 
 _SOURCE = Path(__file__).with_name("kernels.c")
+# Nothing that reorders sums; the two -fno only give up errno and floating-point traps.
+_OPTIONS = ("-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 # The last attempts are for compilers that do not know the flags; they cost speed, not exactness.
 _ATTEMPTS = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())
 
@@ -40,7 +42,8 @@ def load_library() -> ctypes.CDLL:
             f"no C compiler ({', '.join(names)}) for the native kernels; install one "
             "(apt install gcc), name one in $CC, or decode with kernels='torch'"
         )
-    identity = "\n".join((compiler, _version(compiler), _processor(), torch.__version__))
+    parts = (compiler, _version(compiler), _processor(), torch.__version__, *_OPTIONS)
+    identity = "\n".join(parts)
     digest = hashlib.sha256(_SOURCE.read_bytes() + identity.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nvium_titan"
     library = folder / f"kernels-{digest}.so"
@@ -62,7 +65,7 @@ def _compile(compiler: str, library: Path) -> Path:
         # torch's own OpenMP runtime, so that the two share one pool of threads.
         runtime = [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
         done = subprocess.run(
-            [compiler, "-O3", "-shared", "-fPIC", *flags, "-o", str(built), str(_SOURCE)]
+            [compiler, *_OPTIONS, *flags, "-o", str(built), str(_SOURCE)]
             + (runtime if "-fopenmp" in flags else [])
             + ["-lm"],
             capture_output=True,

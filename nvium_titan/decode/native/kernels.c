@@ -253,9 +253,68 @@ static void rotate(float *head, const float *rope, int head_dim) {
     }
 }
 
+// The sums of the 8 numbers in each of four vectors.
+INLINE void sum_each(const floats *a, float *sums) {
+#ifdef __AVX2__
+    __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a[0], (__m256)a[1]),
+                                  _mm256_hadd_ps((__m256)a[2], (__m256)a[3]));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#else
+    for (int j = 0; j < 4; j++) {
+        floats v = a[j];
+        sums[j] = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+    }
+#endif
+}
+
+// Four scores at a time; `vectors` is a constant, so that the query and the result stay in
+// registers. A slot's score does not depend on the other slots.
+INLINE void attend_in_vectors(int vectors, const float *query, const float *keys,
+                              const float *values, int columns, float scale, float *scores,
+                              float *out) {
+    const long head_dim = vectors * 8L;
+    floats q[16], sum[16];
+    for (int v = 0; v < vectors; v++) q[v] = *(const floats *)(query + 8 * v);
+    float largest = -INFINITY;
+    for (int s = 0; s < columns; s += 4) {
+        floats dot[4];
+        int count = columns - s < 4 ? columns - s : 4;
+        for (int j = 0; j < 4; j++) {
+            const float *key = keys + (s + (j < count ? j : 0)) * head_dim;
+            dot[j] = q[0] * *(const floats *)key;
+            for (int v = 1; v < vectors; v++) dot[j] += q[v] * *(const floats *)(key + 8 * v);
+        }
+        float four[4];
+        sum_each(dot, four);
+        for (int j = 0; j < count; j++) {
+            scores[s + j] = four[j] * scale;
+            largest = scores[s + j] > largest ? scores[s + j] : largest;
+        }
+    }
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int s = 0; s < columns; s++) {
+        scores[s] = fast_exp(scores[s] - largest);
+        total += scores[s];
+    }
+    for (int v = 0; v < vectors; v++) sum[v] = (floats){0};
+    for (int s = 0; s < columns; s++)
+        for (int v = 0; v < vectors; v++)
+            sum[v] += scores[s] * *(const floats *)(values + s * head_dim + 8 * v);
+    float inverse = 1 / total;
+    for (int v = 0; v < vectors; v++) *(floats *)(out + 8 * v) = sum[v] * inverse;
+}
+
+// out (H,) = softmax(scale query . keys) values, over the first `columns` slots.
 static void attend(const float *query, const float *keys, const float *values, int columns,
                    int head_dim, float scale, float *scores, float *out) {
-    float largest = -INFINITY;
+    switch (head_dim) {
+        case 16: attend_in_vectors(2, query, keys, values, columns, scale, scores, out); return;
+        case 32: attend_in_vectors(4, query, keys, values, columns, scale, scores, out); return;
+        case 64: attend_in_vectors(8, query, keys, values, columns, scale, scores, out); return;
+        case 128: attend_in_vectors(16, query, keys, values, columns, scale, scores, out); return;
+    }
+    float largest = -INFINITY, total = 0;
     for (int s = 0; s < columns; s++) {
         const float *key = keys + (long)s * head_dim;
         float dot = 0;
@@ -264,18 +323,13 @@ static void attend(const float *query, const float *keys, const float *values, i
         scores[s] = dot * scale;
         largest = scores[s] > largest ? scores[s] : largest;
     }
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int s = 0; s < columns; s++) {
-        scores[s] = fast_exp(scores[s] - largest);
-        sum += scores[s];
-    }
     memset(out, 0, sizeof(float) * head_dim);
     for (int s = 0; s < columns; s++) {
-        const float *value = values + (long)s * head_dim;
-        for (int h = 0; h < head_dim; h++) out[h] += scores[s] * value[h];
+        float weight = fast_exp(scores[s] - largest);
+        total += weight;
+        for (int h = 0; h < head_dim; h++) out[h] += weight * values[(long)s * head_dim + h];
     }
-    for (int h = 0; h < head_dim; h++) out[h] /= sum;
+    for (int h = 0; h < head_dim; h++) out[h] /= total;
 }
 
 // ---- what Python calls ---------------------------------------------------------------------

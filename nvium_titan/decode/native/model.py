@@ -21,7 +21,8 @@ from nvium_titan.decode.deferred import PREFILL_BUCKETS
 from nvium_titan.decode.kv_cache import SequenceBuffers
 from nvium_titan.decode.block_model import Group
 from nvium_titan.decode.native.build import load_library
-from nvium_titan.decode.params import DecoderParams, rope_table
+from nvium_titan.decode.model import rope_table
+from nvium_titan.decode.params import DecoderParams
 from nvium_titan.quantization import int8_scales
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -98,6 +99,7 @@ class NativeModel:
             DependencyError: If there is no C compiler, or it fails.
         """
         config = params.config
+        self.state_dtype = torch.float32
         self._library = load_library()
         self._library.nvium_work_floats.restype = c_long
         self._kept: list[Tensor] = []
