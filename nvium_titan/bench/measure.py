@@ -24,7 +24,7 @@ from nvium_titan.bench.peers import PEER_DTYPES, load_peer
 from nvium_titan.bench.report import DtypeFigures, SystemFigures
 from nvium_titan.bench.statistics import paired_ratio, quartiles
 from nvium_titan.bench.system import System, Timing
-from nvium_titan.decode import ScriptedExits
+from nvium_titan.decode import ExitPolicy, SampledRouter, ScriptedExits
 from nvium_titan.errors import BenchError, nearest
 from nvium_titan.flops import weights_read_per_token
 
@@ -58,7 +58,9 @@ class Comparison:
     prompt_tokens: int
     """Tokens of a prompt."""
     new_tokens: int
-    """Tokens to make per run, at least 2: the first is not counted."""
+    """Tokens to make per run and sequence, at least 2: the first is not counted."""
+    batch: int
+    """Sequences that our engine decodes at once, in lock-step; peers need 1."""
     num_pairs: int
     """Pairs to run."""
     seed: int
@@ -69,14 +71,24 @@ class Comparison:
         """Longest sequence."""
         return self.prompt_tokens + self.new_tokens
 
-    def policy(self) -> ScriptedExits | None:
-        """Return the exits of every run, the same each time; None where the routers decide."""
+    def policies(self) -> list[ExitPolicy]:
+        """Return who decides the exits of each sequence, the same in every run.
+
+        A script has the same counts in another order for each sequence: exits that fell together
+        would flatter a batch.
+        """
         if self.forced_shares is None:
-            return None
-        script = exit_script(self.forced_shares, self.new_tokens - 1, seed=self.seed)
-        return ScriptedExits(
-            exit_indices=script, first_position=self.prompt_tokens + 1, runs_router=True
-        )
+            return [SampledRouter()] * self.batch
+        return [
+            ScriptedExits(
+                exit_indices=exit_script(
+                    self.forced_shares, self.new_tokens - 1, seed=self.seed + row
+                ),
+                first_position=self.prompt_tokens + 1,
+                runs_router=True,
+            )
+            for row in range(self.batch)
+        ]
 
 
 def parse_peer(text: str) -> PeerChoice:
@@ -115,16 +127,16 @@ def run_comparison(
         for system in systems:
             system.run(prompts[0], comparison.new_tokens)
             on_run()
-        nvium.results.clear()
+        nvium.runs.clear()
         pairs: list[list[Timing]] = []
         overhead = {}
         try:
             for pair in interleave(systems, prompts, comparison.new_tokens, on_run=on_run):
                 pairs.append(pair)
-            for ours in (nvium, dense):
+            for ours in (nvium, dense) if comparison.batch == 1 else ():
                 overhead[ours.name] = split_time(
                     ours.engine, prompts[0], comparison.new_tokens,
-                    policy=ours.policy, seed=comparison.seed,
+                    policy=ours.policies[0], seed=comparison.seed,
                 )  # fmt: skip
         except KeyboardInterrupt:
             if not pairs:
@@ -170,18 +182,24 @@ def _open_systems(comparison: Comparison, *, dtype: str) -> Iterator[_Systems]:
     """Give N-vium, dense, and what else was asked for; nothing of them is left afterwards."""
     with ExitStack() as stack:
 
-        def ours(name: str, model: BenchModel, policy: ScriptedExits | None = None) -> EngineSystem:
+        def ours(name: str, model: BenchModel, policies: Sequence[ExitPolicy]) -> EngineSystem:
             engine = model.load_engine(dtype=dtype, max_seq_len=comparison.max_seq_len)
-            system = EngineSystem(name, engine, dtype=dtype, policy=policy, seed=comparison.seed)
+            system = EngineSystem(
+                name, engine, dtype=dtype, policies=policies, seed=comparison.seed
+            )
             return stack.enter_context(closing(system))
 
         model = comparison.model
         dense = model.dense()
-        systems = _Systems(ours("N-vium", model, comparison.policy()), ours("dense", dense), [])
+        # A model of one exit asks no policy.
+        all_the_way = [SampledRouter()] * comparison.batch
+        systems = _Systems(
+            ours("N-vium", model, comparison.policies()), ours("dense", dense, all_the_way), []
+        )
         if comparison.trained_dense is not None:
-            systems.others.append(ours("trained dense", comparison.trained_dense))
+            systems.others.append(ours("trained dense", comparison.trained_dense, all_the_way))
         if comparison.with_twin:
-            systems.others.append(ours("twin", model.twin(seed=comparison.seed)))
+            systems.others.append(ours("twin", model.twin(seed=comparison.seed), all_the_way))
         peers = [(peer.name, _peer_dtype(peer, dtype)) for peer in comparison.peers]
         if any(peer_dtype for _, peer_dtype in peers):
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="nvium-bench-")))
@@ -238,7 +256,8 @@ def _figures(
 ) -> DtypeFigures:
     dtype = nvium.dtype
     # A run of a pair that was interrupted is not part of the figures.
-    results = nvium.results[: len(pairs)]
+    runs = nvium.runs[: len(pairs)]
+    results = [result for run in runs for result in run.results]
     exits = Counter(index for result in results for index in result.exit_indices[1:])
     shares = [exits[index] / exits.total() for index in range(nvium.engine.num_exits)]
     groups = sum((result.stats.group_sizes for result in results), Counter[int]())
@@ -256,7 +275,8 @@ def _figures(
         "N-vium": weights_read_per_token(model.dims, shares) * WEIGHT_BYTES[dtype] / 1e6,
         "dense": weights_read_per_token(model.dense().dims, [1.0]) * WEIGHT_BYTES[dtype] / 1e6,
     }
-    limit = megabytes["dense"] / megabytes["N-vium"]
+    # Several sequences share what they read, so that the shares alone give no limit.
+    limit = megabytes["dense"] / megabytes["N-vium"] if comparison.batch == 1 else None
     over_dense = ratios[0]
     return DtypeFigures(
         dtype=dtype,
@@ -268,17 +288,19 @@ def _figures(
         conclusive=over_dense.conclusive,
         other_ratios=ratios[1:],
         limit=limit,
-        fraction_of_limit=over_dense.ratio / limit,
+        fraction_of_limit=over_dense.ratio / limit if limit else None,
         exit_shares=shares,
-        layers_per_token=sum(r.stats.layers_per_token for r in results) / len(results),
+        layers_per_token=sum(run.layers_run for run in runs) / exits.total(),
         host_reads_per_token=sum(r.stats.host_reads for r in results)
         / sum(r.stats.num_new_tokens for r in results),
         group_size_histogram={str(rows): groups[rows] for rows in sorted(groups)},
-        weight_mb_per_token=megabytes,
+        weight_mb_per_token=megabytes if limit else {},
         bandwidth_gb_s={
             system.name: megabytes[system.name] / system.ms_per_token.median
             for system in figures[:2]
-        },
+        }
+        if limit
+        else {},
         overhead=overhead,
     )
 

@@ -6,13 +6,20 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nvium_titan import __version__
 from nvium_titan.bench.system import Timing
-from nvium_titan.decode import Engine, GenerationResult, Noise, SampledRouter, SamplingParams
+from nvium_titan.decode import (
+    Engine,
+    GenerationRequest,
+    GenerationResult,
+    Noise,
+    SampledRouter,
+    SamplingParams,
+)
 from nvium_titan.decode.policy import ExitPolicy
 
 PARTS = ("blocks", "junctions", "head", "sampling", "python")
@@ -27,13 +34,28 @@ _PART_OF = {
 }
 
 
+class EngineRun(NamedTuple):
+    """What one run of our engine did."""
+
+    results: list[GenerationResult]
+    """One per sequence."""
+    layers_run: int
+    """Layer calls after the prompt, each for any number of rows."""
+
+
 class EngineSystem:
     """One of our engines, sampling at temperature 1 without filters."""
 
     version = __version__
 
     def __init__(
-        self, name: str, engine: Engine, *, dtype: str, policy: ExitPolicy | None, seed: int
+        self,
+        name: str,
+        engine: Engine,
+        *,
+        dtype: str,
+        policies: Sequence[ExitPolicy] = (SampledRouter(),),
+        seed: int,
     ) -> None:
         """Wrap an engine.
 
@@ -41,30 +63,57 @@ class EngineSystem:
             name: For the table.
             engine: Its model.
             dtype: Type of its weights, by its name in `bench.models`.
-            policy: Who decides at junctions; the routers if None.
-            seed: Of the first run; each further run takes the next one.
+            policies: Who decides at junctions, for each of the sequences decoded at once.
+            seed: Of the first sequence of the first run; each further one takes the next.
         """
         self.name = name
         self.dtype = dtype
         self.threads = torch.get_num_threads()
         self.engine = engine
-        self.policy = SampledRouter() if policy is None else policy
-        self.results: list[GenerationResult] = []
-        """What each run gave back."""
+        self.policies = policies
+        self.runs: list[EngineRun] = []
+        """What each run did."""
         self._seed = seed
 
     def run(self, prompt_ids: Sequence[int], num_new_tokens: int) -> Timing:
         """See `System`; timed from outside, so that all of the engine's Python counts."""
+        size, seed = len(self.policies), self._seed
+        self._seed += size
         start = time.perf_counter()
-        generation = self.engine.generate(
-            prompt_ids, max_new_tokens=num_new_tokens, policy=self.policy, seed=self._seed
+        if size == 1:
+            generation = self.engine.generate(
+                prompt_ids, max_new_tokens=num_new_tokens, policy=self.policies[0], seed=seed
+            )
+            next(generation)
+            first = time.perf_counter()
+            result = generation.result()
+            end = time.perf_counter()
+            self.runs.append(EngineRun([result], result.stats.layers_run))
+        else:
+            batch = self.engine.generate_batch(
+                [
+                    GenerationRequest(
+                        prompt_ids=prompt_ids,
+                        max_new_tokens=num_new_tokens,
+                        policy=policy,
+                        seed=seed + row,
+                    )
+                    for row, policy in enumerate(self.policies)
+                ]
+            )
+            # Lock-step: every row gets its first token before any gets its second.
+            for _ in range(size):
+                next(batch)
+            first = time.perf_counter()
+            results = batch.results()
+            end = time.perf_counter()
+            self.runs.append(EngineRun(results, batch.stats.layers_run))
+        return Timing(
+            num_new_tokens=size * num_new_tokens,
+            ttft_s=first - start,
+            decode_s=end - first,
+            num_sequences=size,
         )
-        next(generation)
-        first = time.perf_counter()
-        self.results.append(generation.result())
-        end = time.perf_counter()
-        self._seed += 1
-        return Timing(num_new_tokens=num_new_tokens, ttft_s=first - start, decode_s=end - first)
 
     def close(self) -> None:
         """See `System`."""

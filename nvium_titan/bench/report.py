@@ -86,24 +86,26 @@ class DtypeFigures:
     """Whether it may be quoted."""
     other_ratios: list[Ratio]
     """Of N-vium over every other system."""
-    limit: float
-    """Speed-up over dense that the weights read allow, at the exit shares of these runs."""
-    fraction_of_limit: float
+    limit: float | None
+    """Speed-up over dense that the weights read allow, at the exit shares of these runs; None for
+    a batch, whose sequences share what they read."""
+    fraction_of_limit: float | None
     """ratio / limit."""
     exit_shares: list[float]
     """Share of the tokens after the first that left at each exit."""
     layers_per_token: float
-    """Layer calls per token after the first."""
+    """Layer calls per token after the first; of a batch each for any number of sequences."""
     host_reads_per_token: float
     """Values read from the device per token."""
     group_size_histogram: dict[str, int]
-    """Block calls by their number of rows, over all pairs."""
+    """Block calls of a sequence by its number of rows in them, over all pairs."""
     weight_mb_per_token: dict[str, float]
-    """Megabytes of weights that a token must read, of N-vium and dense."""
+    """Megabytes of weights that a token must read, of N-vium and dense; empty for a batch."""
     bandwidth_gb_s: dict[str, float]
     """The same over the measured time: achieved bandwidth, GB/s."""
     overhead: dict[str, dict[str, float]]
-    """Milliseconds per further token by part, of N-vium and dense, from one run with timers."""
+    """Milliseconds per further token by part, of N-vium and dense, from one run with timers;
+    empty for a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +142,9 @@ class BenchReport:
     prompt_tokens: int
     """Tokens of each prompt."""
     new_tokens: int
-    """Tokens made in each run."""
+    """Tokens made in each run by each sequence."""
+    batch: int
+    """Sequences decoded at once, in lock-step."""
     num_pairs_wanted: int
     """Pairs asked for; an interrupted run has fewer."""
     seed: int

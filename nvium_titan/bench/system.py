@@ -20,11 +20,13 @@ class Timing:
     """Seconds from the call to the first token: the prompt and one choice."""
     decode_s: float
     """Seconds for all tokens after the first."""
+    num_sequences: int = 1
+    """Sequences decoded at once; the first token of each is part of `ttft_s`."""
 
     @property
     def ms_per_token(self) -> float:
         """Milliseconds per token after the first, of which there must be one."""
-        return 1000 * self.decode_s / (self.num_new_tokens - 1)
+        return 1000 * self.decode_s / (self.num_new_tokens - self.num_sequences)
 
 
 class System(Protocol):

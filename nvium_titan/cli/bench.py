@@ -73,6 +73,9 @@ class Bench:
     """Tokens to make in each run, the first of which counts as time to first token only; default:
     64, and at most 128 per prompt of --prompts."""
 
+    batch: int = 1
+    """Sequences decoded at once by our engine, in lock-step; ms/token is over the tokens of all."""
+
     pairs: int = 20
     """Rounds in which every system runs once."""
 
@@ -150,6 +153,7 @@ class Bench:
     def _check_numbers(self) -> None:
         for name, least in (
             ("prompt_tokens", 1), ("new_tokens", 2), ("pairs", 1), ("threads", 1),
+            ("batch", 1),
             ("per_category", 1),
         ):  # fmt: skip
             value = getattr(self, name)
@@ -158,6 +162,11 @@ class Bench:
                 raise BenchError(f"--{flag} {value}: must be at least {least}")
         if self.per_category is not None and self.prompts is None:
             raise BenchError("--per-category takes questions of --prompts, which is missing")
+        if self.batch > 1 and self.peer:
+            raise BenchError(
+                f"--batch {self.batch} does not go with --peer {self.peer[0]}: other engines are "
+                "measured one sequence at a time"
+            )
         if self.prompts is not None:
             unused = [
                 name for name in ("shape", "exit_probs", "twin", "peer") if getattr(self, name)
@@ -191,6 +200,7 @@ class Bench:
                 forced_shares=_as_list(comparison.forced_shares),
                 prompt_tokens=comparison.prompt_tokens,
                 new_tokens=comparison.new_tokens,
+                batch=comparison.batch,
                 num_pairs_wanted=self.pairs,
                 seed=self.seed,
                 threads=_num_threads(),
@@ -283,6 +293,7 @@ class Bench:
             forced_shares=shares,
             prompt_tokens=self.prompt_tokens,
             new_tokens=new_tokens,
+            batch=self.batch,
             num_pairs=self.pairs,
             seed=self.seed,
         )

@@ -20,7 +20,8 @@ def print_report(report: BenchReport) -> None:
     print(
         f"{report.model}: {report.num_params:,} parameters, exits after layers "
         f"{', '.join(map(str, report.exits))} ({forced})\n"
-        f"prompt {report.prompt_tokens} tokens, {report.new_tokens} new, seed {report.seed}"
+        f"prompt {report.prompt_tokens} tokens, {report.new_tokens} new, "
+        f"{report.batch} at once, seed {report.seed}"
     )
     _print_machine(report)
     for entry in report.dtypes:
@@ -64,10 +65,10 @@ def _print_entry(entry: DtypeFigures, *, num_pairs_wanted: int) -> None:
             style="bold" if system.name == "N-vium" else None,
         )
     Console(width=_WIDTH).print(table)
-    print(
-        f"N-vium over dense {entry.ratio:.2f}x (limit {entry.limit:.2f}x, "
-        f"{entry.fraction_of_limit:.0%} of it), spread {entry.spread:.1%}"
-    )
+    limit = ""
+    if entry.limit is not None and entry.fraction_of_limit is not None:
+        limit = f" (limit {entry.limit:.2f}x, {entry.fraction_of_limit:.0%} of it)"
+    print(f"N-vium over dense {entry.ratio:.2f}x{limit}, spread {entry.spread:.1%}")
     if not entry.conclusive:
         print(
             "The pairs disagree too much: this run shows nothing. Stop what else is running and "
@@ -78,15 +79,15 @@ def _print_entry(entry: DtypeFigures, *, num_pairs_wanted: int) -> None:
     elif entry.ratio < 1:
         print(f"N-vium loses here: {1 / entry.ratio:.2f}x as slow as dense.")
     groups = "  ".join(f"{rows}: {count}" for rows, count in entry.group_size_histogram.items())
-    weights, bandwidth = entry.weight_mb_per_token, entry.bandwidth_gb_s
     lines = {
         "exit shares": shown(entry.exit_shares),
         "layers per token": f"{entry.layers_per_token:.2f}",
         "host reads per token": f"{entry.host_reads_per_token:.2f}",
         "rows of block calls": groups,
-        "weights per token": _by_system(weights, "MB"),
-        "achieved bandwidth": _by_system(bandwidth, "GB/s"),
     }
+    if entry.weight_mb_per_token:
+        lines["weights per token"] = _by_system(entry.weight_mb_per_token, "MB")
+        lines["achieved bandwidth"] = _by_system(entry.bandwidth_gb_s, "GB/s")
     for name, parts in entry.overhead.items():
         total = sum(parts.values())
         split = ", ".join(f"{part} {ms:.3g} ({ms / total:.0%})" for part, ms in parts.items())

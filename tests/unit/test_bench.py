@@ -25,7 +25,7 @@ from nvium_titan.bench.report import BenchReport, DtypeFigures, read_report, to_
 from nvium_titan.bench.specbench import Answerer, Question, read_questions, run_questions
 from nvium_titan.bench.statistics import paired_ratio, quartiles
 from nvium_titan.bench.system import Timing
-from nvium_titan.decode import ScriptedExits
+from nvium_titan.decode import SampledRouter, ScriptedExits
 from nvium_titan.errors import BenchError, DataError
 from nvium_titan.flavors import flavor_dims, shape_dims
 from nvium_titan.flops import ModelDims, count_params, limit_speedup
@@ -46,6 +46,7 @@ def comparison(**changes: object) -> Comparison:
         "forced_shares": SHARES,
         "prompt_tokens": 5,
         "new_tokens": 21,
+        "batch": 1,
         "num_pairs": 3,
         "seed": 0,
     }
@@ -209,8 +210,7 @@ def test_timers_change_no_token_and_leave_the_engine_as_it_was() -> None:
     engine = settings.model.load_engine(dtype="float32", max_seq_len=30)
     model = engine.runner.model
     before = engine.generate([1, 2], max_new_tokens=9, seed=4).result().token_ids
-    policy = EngineSystem("x", engine, dtype="float32", policy=None, seed=0).policy
-    split_time(engine, [1, 2], 9, policy=policy, seed=4)
+    split_time(engine, [1, 2], 9, policy=SampledRouter(), seed=4)
     assert engine.runner.model is model
     assert engine.generate([1, 2], max_new_tokens=9, seed=4).result().token_ids == before
 
@@ -219,6 +219,19 @@ def test_routers_decide_on_a_prompt_of_the_models_own_where_nothing_is_forced() 
     figures = run(comparison(forced_shares=None))
     assert sum(figures.exit_shares) == pytest.approx(1)
     assert figures.limit == pytest.approx(limit_speedup(tiny_dims(), figures.exit_shares))
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize("shares", [(0, 0, 0, 1), (0.5, 0, 0, 0.5), (1, 0, 0, 0)], ids=str)
+def test_ext_05_a_batch_shares_its_layers_and_has_no_limit_of_one(
+    shares: tuple[float, ...],
+) -> None:
+    figures = run(comparison(forced_shares=shares, batch=8, num_pairs=2))
+    assert figures.exit_shares == list(shares)
+    assert (figures.limit, figures.fraction_of_limit) == (None, None)
+    rounds = 4 if shares[-1] else 1
+    # A block runs once for all rows that want it; at 50% some row wants the top nearly always.
+    assert figures.layers_per_token == pytest.approx(rounds / 8, rel=0.1)
 
 
 @pytest.mark.cases
@@ -275,7 +288,7 @@ def test_an_interrupt_before_the_first_pair_is_passed_on(monkeypatch: pytest.Mon
 def report_of(*entries: DtypeFigures) -> BenchReport:
     return BenchReport(
         model="64x4", exits=[1, 2, 3, 4], num_params=1, forced_shares=list(SHARES),
-        prompt_tokens=5, new_tokens=21, num_pairs_wanted=3, seed=0, threads=1,
+        prompt_tokens=5, new_tokens=21, batch=1, num_pairs_wanted=3, seed=0, threads=1,
         cpu=describe_cpu(), versions={"torch": "2"}, command="nvium bench", dtypes=list(entries),
     )  # fmt: skip
 
