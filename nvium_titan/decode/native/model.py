@@ -8,20 +8,19 @@ Shapes: T rows, D width, V vocabulary, O outputs, I inputs, P panels of 16 outpu
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_long, c_void_p
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_long, c_void_p
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nvium_titan.decode.block_model import Group
 from nvium_titan.decode.deferred import PREFILL_BUCKETS
 from nvium_titan.decode.kv_cache import SequenceBuffers
-from nvium_titan.decode.block_model import Group
-from nvium_titan.decode.native.build import load_library
 from nvium_titan.decode.model import rope_table
+from nvium_titan.decode.native.build import load_library
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.quantization import int8_scales
 
@@ -183,7 +182,7 @@ class NativeModel:
         else:
             panels = weight_OI.to(self._dtype).view(-1, _PANEL, num_inputs).transpose(1, 2)
             if self._dtype == torch.bfloat16:
-                panels = panels.unflatten(2, (2, _PANEL // 2)).transpose(2, 3)
+                panels = panels.reshape(*panels.shape[:2], 2, _PANEL // 2).transpose(2, 3)
             linear.weights = self._keep(panels)
         if bias is not None:
             linear.bias = self._keep(F.pad(bias.float(), (0, short)))
