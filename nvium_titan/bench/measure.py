@@ -71,6 +71,21 @@ class Comparison:
         """Longest sequence."""
         return self.prompt_tokens + self.new_tokens
 
+    def peers_for(self, dtype: str) -> list[tuple[str, str]]:
+        """Return the peers to run beside our engine in `dtype`, each with its own type."""
+        chosen = []
+        for peer in self.peers:
+            wanted = (peer.dtype,) if peer.dtype else _SAME_TYPE.get(dtype, (dtype,))
+            found = next((name for name in wanted if name in PEER_DTYPES[peer.name]), None)
+            if found is not None:
+                chosen.append((peer.name, found))
+        return chosen
+
+    def num_runs(self, dtype: str) -> int:
+        """Return how often `run_comparison` will run a system, warm-up included."""
+        ours = 2 + self.with_twin + (self.trained_dense is not None)
+        return (self.num_pairs + 1) * (ours + len(self.peers_for(dtype)))
+
     def policies(self) -> list[ExitPolicy]:
         """Return who decides the exits of each sequence, the same in every run.
 
@@ -200,14 +215,12 @@ def _open_systems(comparison: Comparison, *, dtype: str) -> Iterator[_Systems]:
             systems.others.append(ours("trained dense", comparison.trained_dense, all_the_way))
         if comparison.with_twin:
             systems.others.append(ours("twin", model.twin(seed=comparison.seed), all_the_way))
-        peers = [(peer.name, _peer_dtype(peer, dtype)) for peer in comparison.peers]
-        if any(peer_dtype for _, peer_dtype in peers):
+        peers = comparison.peers_for(dtype)
+        if peers:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="nvium-bench-")))
             bundle = folder / "dense"
             dense.write(bundle, dtype="bfloat16" if dtype == "bfloat16" else "float32")
             for number, (name, peer_dtype) in enumerate(peers):
-                if peer_dtype is None:
-                    continue
                 work_dir = folder / str(number)
                 work_dir.mkdir()
                 peer = load_peer(
@@ -216,11 +229,6 @@ def _open_systems(comparison: Comparison, *, dtype: str) -> Iterator[_Systems]:
                 )  # fmt: skip
                 systems.others.append(stack.enter_context(closing(peer)))
         yield systems
-
-
-def _peer_dtype(peer: PeerChoice, dtype: str) -> str | None:
-    wanted = (peer.dtype,) if peer.dtype else _SAME_TYPE.get(dtype, (dtype,))
-    return next((name for name in wanted if name in PEER_DTYPES[peer.name]), None)
 
 
 def _prompts(comparison: Comparison, nvium: EngineSystem) -> list[list[int]]:

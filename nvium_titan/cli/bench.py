@@ -185,10 +185,11 @@ class Bench:
 
         def measure(dtypes: Sequence[str], cpu: Cpu) -> tuple[BenchReport, bool]:
             entries: list[DtypeFigures] = []
-            total = (self.pairs + 1) * _num_systems(comparison) * len(dtypes)
+            total = sum(map(comparison.num_runs, dtypes))
             with progress("runs", total=total) as report_done:
                 on_run = _counting(report_done)
                 for dtype in dtypes:
+                    _say_left_out(comparison, dtype)
                     entries.append(run_comparison(comparison, dtype=dtype, on_run=on_run))
                     if entries[-1].num_pairs < self.pairs:
                         break
@@ -334,9 +335,15 @@ def _check_plots() -> None:
         raise DependencyError("--out draws a chart: pip install 'nvium-titan[plots]'")
 
 
-def _num_systems(comparison: Comparison) -> int:
-    others = comparison.with_twin + (comparison.trained_dense is not None)
-    return 2 + others + len(comparison.peers)
+def _say_left_out(comparison: Comparison, dtype: str) -> None:
+    running = {name for name, _ in comparison.peers_for(dtype)}
+    for peer in comparison.peers:
+        if peer.name not in running:
+            print(
+                f"nvium: {peer.name} has no {dtype} and is left out there; to run it in another "
+                f"type: --peer {peer.name}:float32",
+                file=sys.stderr,
+            )
 
 
 def _counting(report_done: Callable[[int], None]) -> Callable[[], None]:

@@ -43,25 +43,27 @@ def _print_entry(entry: DtypeFigures, *, num_pairs_wanted: int) -> None:
     pairs = f"{entry.num_pairs} interleaved pairs"
     if entry.num_pairs < num_pairs_wanted:
         pairs += f" (interrupted; {num_pairs_wanted} were asked for)"
-    table = Table(title=f"\n{entry.dtype}, {pairs}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("system")
+    print(f"\n{entry.dtype}, {pairs}")
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("system", no_wrap=True)
     for title in ("type", "ms/token", "quartiles", "first token ms", "total ms", "tokens/s"):
         table.add_column(title, justify="right")
-    table.add_column("N-vium is", justify="right")
+    table.add_column("N-vium is", justify="right", no_wrap=True)
+    table.add_column("spread", justify="right", no_wrap=True)
     ratios = [None, (entry.ratio, entry.spread, entry.conclusive)]
     ratios += [(r.ratio, r.spread, r.conclusive) for r in entry.other_ratios]
     for system, ratio in zip(entry.systems, ratios, strict=True):
         ms = system.ms_per_token
         is_peer = system.name not in OURS
         table.add_row(
-            f"{system.name} {system.version}" if is_peer else system.name,
+            f"{system.name} {system.version.split()[0]}" if is_peer else system.name,
             system.dtype,
             f"{ms.median:.3g}",
             f"{ms.q1:.3g} - {ms.q3:.3g}",
             f"{system.ttft_ms:.3g}",
             f"{system.total_ms:.4g}",
             f"{system.tokens_per_s:.3g}",
-            "" if ratio is None else _speed(*ratio),
+            *(("", "") if ratio is None else _speed(*ratio)),
             style="bold" if system.name == "N-vium" else None,
         )
     Console(width=_WIDTH).print(table)
@@ -95,9 +97,10 @@ def _print_entry(entry: DtypeFigures, *, num_pairs_wanted: int) -> None:
     print("\n".join(f"{name:22}{text}" for name, text in lines.items()))
 
 
-def _speed(ratio: float, spread: float, is_conclusive: bool) -> str:
-    word = "faster" if ratio >= 1 else "(slower)"
-    return f"{ratio:.2f}x {word}, +-{spread / 2:.1%}" + ("" if is_conclusive else " ?")
+def _speed(ratio: float, spread: float, is_conclusive: bool) -> tuple[str, str]:
+    """Return the two cells of a ratio; a question mark stands where the pairs disagree."""
+    word = "faster" if ratio >= 1 else "slower"
+    return f"{ratio:.2f}x ({word})", f"{spread:.1%}" + ("" if is_conclusive else " ?")
 
 
 def _by_system(values: Mapping[str, float], unit: str) -> str:
@@ -113,8 +116,9 @@ def print_prompts(report: PromptsReport) -> None:
     _print_machine(report)
     for entry in report.dtypes:
         state = "" if entry.is_complete else " (interrupted)"
-        table = Table(title=f"\n{entry.dtype}{state}", title_justify="left", box=box.SIMPLE_HEAD)
-        table.add_column("category")
+        print(f"\n{entry.dtype}{state}")
+        table = Table(box=box.SIMPLE_HEAD)
+        table.add_column("category", no_wrap=True)
         for title in (
             "prompts", "cut", "N-vium ms/token", "dense ms/token", "N-vium tokens/s",
             "dense tokens/s", "speed-up",

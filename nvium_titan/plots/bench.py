@@ -45,5 +45,5 @@ def plot_bench(report: BenchReport, out: Path) -> None:
     axes.set(xlabel="milliseconds per token after the first", title=f"Decode, {report.model}")
     slowest = max(system.ms_per_token.q3 for _, system in rows)
     axes.set_xlim(0, 1.6 * slowest)  # room for the figures beside the bars
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.45), frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", frameon=False, fontsize=8)
     figure.savefig(out, dpi=130)
