@@ -22,7 +22,7 @@ from nvium_titan.decode.results import (
 from nvium_titan.decode.runner import DecodeState
 from nvium_titan.decode.sampling import Noise, SamplingParams
 from nvium_titan.decode.schedule import LockStep, Periodic, Schedule, choose_schedule
-from nvium_titan.decode.text import TextGeneration, TextResult
+from nvium_titan.decode.text import TextGeneration, TextPieces, TextResult
 
 __all__ = [
     "BatchGeneration",
@@ -47,6 +47,7 @@ __all__ = [
     "Scores",
     "ScriptedExits",
     "TextGeneration",
+    "TextPieces",
     "TextResult",
     "choose_schedule",
 ]

@@ -102,6 +102,10 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         row.run.stop()
         self._drop_finished()
 
+    def result(self, row_index: int) -> GenerationResult | None:
+        """Return the result of a row that has ended; None of one that has not."""
+        return self._results[row_index]
+
     def close(self) -> None:
         """Drop what is unfinished; there are no results then."""
         self._rows = []

@@ -281,7 +281,7 @@ class Engine:
             raise PromptError("the batch is empty; give at least one request")
         batch_size = len(requests) if batch_size is None else batch_size
         if batch_size < 1:
-            raise PromptError(f"batch_size={batch_size}: must be at least 1")
+            raise PromptError(f"batch_size={batch_size} (--batch): must be at least 1")
         openers = []
         for index, request in enumerate(requests):
             try:

@@ -1,8 +1,8 @@
 """The slow twin: a plain teacher-forced forward pass in float64, straight from the equations.
 
-Independent of `nvium_titan.decode`: HF-named tensors in, every layer over every position, one
-causal softmax, no cache. Its letters: T tokens, E exits, J = E - 1 junctions, D width,
-V vocabulary, G key/value heads, H head width.
+`reference_forward` shares no line with `nvium_titan.decode`: HF-named tensors in, every layer over
+every position, one causal softmax, no cache. Its letters: T tokens, E exits, J = E - 1 junctions,
+D width, V vocabulary, G key/value heads, H head width.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from nvium_titan.bundle import BundleConfig
+from nvium_titan.decode import DecodeState
 
 
 @dataclass(frozen=True)
@@ -104,3 +106,26 @@ def reference_forward(
     log_exit_ET, logits_ETV = torch.stack(log_exit), torch.stack(logits)
     mix = (log_exit_ET.exp()[..., None] * logits_ETV.softmax(-1)).sum(0)
     return Reference(boundary, keys, values, z, logits_ETV, log_exit_ET, mix.log())
+
+
+def assert_cache_equals(
+    config: BundleConfig, tensors: Mapping[str, Tensor], state: DecodeState, *, tolerance: float
+) -> Reference:
+    """Compare every stored position of every layer with a full forward pass of the sequence."""
+    twin = reference_forward(config, tensors, state.token_ids)
+    blocks = config.plan.blocks
+    near = {"atol": tolerance, "rtol": tolerance, "check_dtype": False}
+    for block, filled, boundary in zip(
+        blocks, state.counts.filled, range(1, len(blocks) + 1), strict=True
+    ):
+        assert_close(
+            state.buffers.boundary_SD[boundary][:filled],
+            twin.boundary_ETD[boundary][:filled],
+            **near,
+        )
+        for layer in block:
+            keys = state.buffers.keys(layer, length=filled)
+            assert_close(keys, twin.keys_LGTH[layer][:, :filled], **near)
+            values = state.buffers.values(layer, length=filled)
+            assert_close(values, twin.values_LGTH[layer][:, :filled], **near)
+    return twin

@@ -17,7 +17,7 @@ from nvium_titan.decode import (
     SampledRouter,
     ScriptedExits,
 )
-from tests.helpers.reference import Reference, reference_forward
+from tests.helpers.reference import Reference, assert_cache_equals, reference_forward
 from tests.helpers.tiny_decoder import exit_scripts, lively_tensors, tiny_config
 
 TOLERANCE = 1e-10
@@ -40,23 +40,7 @@ def make(config: BundleConfig, dtype: torch.dtype = torch.float64, **kwargs: obj
 def assert_state_equals(engine: Engine, state: DecodeState, tolerance: float) -> Reference:
     """Compare every stored position of every layer with the slow twin."""
     config = engine.params.config
-    twin = reference_forward(config, lively_tensors(config), state.token_ids)
-    blocks = config.plan.blocks
-    near = {"atol": tolerance, "rtol": tolerance, "check_dtype": False}
-    for block, filled, boundary in zip(
-        blocks, state.counts.filled, range(1, len(blocks) + 1), strict=True
-    ):
-        assert_close(
-            state.buffers.boundary_SD[boundary][:filled],
-            twin.boundary_ETD[boundary][:filled],
-            **near,
-        )
-        for layer in block:
-            keys = state.buffers.keys(layer, length=filled)
-            assert_close(keys, twin.keys_LGTH[layer][:, :filled], **near)
-            values = state.buffers.values(layer, length=filled)
-            assert_close(values, twin.values_LGTH[layer][:, :filled], **near)
-    return twin
+    return assert_cache_equals(config, lively_tensors(config), state, tolerance=tolerance)
 
 
 def logits_of_every_exit(engine: Engine, state: DecodeState) -> torch.Tensor:
