@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from nvium_titan.cli.common import load, shown
+from nvium_titan.cli.prompts import read_prompts
 from nvium_titan.errors import PromptError
 
 if TYPE_CHECKING:
+    from nvium_titan.convert.load import LoadedModel
     from nvium_titan.decode import (
+        BatchStats,
+        Engine,
         FixedExit,
         GenerationResult,
         RouterGreedy,
         SampledRouter,
         SamplingParams,
+        TextResult,
     )
 
 _STATS = (
@@ -32,20 +37,29 @@ _TITLES = {"certified_early": "tokens certified early"}
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Continue a prompt with a trained model; the new text goes to stdout as it is sampled.
+    """Continue prompts with a trained model; the new text goes to stdout as it is sampled.
 
     By default every token is an exact sample of the mixture of exits. Temperature, filters, greedy,
     a forced exit and a router temperature change the law; --stats and --json name it. A training
     checkpoint is converted in memory; nothing is written.
 
     nvium generate bundles/debug --prompt "The Python " --max-new-tokens 200 --stats
+    nvium generate bundles/debug --prompts-file prompts.jsonl --json > answers.jsonl
     """
 
     bundle: tyro.conf.Positional[Path]
     """A bundle from nvium export; or a step-N folder, or a run's folder: then its newest step."""
 
-    prompt: str
+    prompt: str | None = None
     """Text to continue; - reads it from stdin."""
+
+    prompts_file: Path | None = None
+    """Many texts to continue instead, each on its own. In a .jsonl file every line is an object
+    with the text under "prompt" or else "text"; in any other file every line is a prompt. Blank
+    lines are left out. Answers come in the order of the file."""
+
+    batch: int = 8
+    """With --prompts-file: decode this many together. It changes the speed, not the answers."""
 
     max_new_tokens: int = 128
     """Most tokens to sample; fewer if the model ends the text or its context is full."""
@@ -75,7 +89,7 @@ class Generate:
     """Always leave at this exit, 1 the earliest; default: the routers decide."""
 
     seed: int = 0
-    """The same seed gives the same text."""
+    """The same seed gives the same text. Prompt i of a file, from 0, takes seed + i."""
 
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text that ends the generation and is not printed; may be given several times."""
@@ -94,7 +108,7 @@ class Generate:
     """cpu, cuda or cuda:N."""
 
     stream: bool = True
-    """Write the text as it comes, not at the end."""
+    """Write the text as it comes, not at the end; the answers to a file as each is complete."""
 
     stats: bool = False
     """Print exit shares, group sizes, layers run, tokens certified early and speed to stderr."""
@@ -103,7 +117,7 @@ class Generate:
     """With --json: the log-probabilities of each token (nats): exit, token at it, both, mixture."""
 
     json: bool = False
-    """Print one JSON object instead of the text; it repeats the settings."""
+    """Print one JSON object a prompt instead of the text; it repeats the settings."""
 
     def run(self) -> None:
         """Sample and print.
@@ -112,56 +126,111 @@ class Generate:
             PromptError: If there is nothing to continue, settings exclude each other, or there is
                 no such device.
         """
-        from nvium_titan.decode import Engine, TextGeneration
+        from nvium_titan.decode import Engine
 
         if self.log_probs and not self.json:
             raise PromptError("--log-probs needs --json, which shows them")
+        if (self.prompt is None) == (self.prompts_file is None):
+            raise PromptError("give either --prompt or --prompts-file")
         sampling, policy = self._law()
+        prompts = read_prompts(self.prompts_file) if self.prompts_file else []
         model = load(self.bundle, dtype=self.dtype, device=self.device)
         engine = Engine(model.params, max_seq_len=self.max_seq_len)
-        tokenizer = model.tokenizer
-        prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
-        prompt_ids = tokenizer.encode(prompt, add_bos=True)
-        if not prompt_ids:
-            raise PromptError("--prompt is empty, and this tokenizer has no token to start from")
-        tokens = engine.generate(
-            prompt_ids,
-            max_new_tokens=self.max_new_tokens,
-            sampling=sampling,
-            policy=policy,
-            seed=self.seed,
-            stop_ids=[] if tokenizer.eos_id is None or self.ignore_eos else [tokenizer.eos_id],
-            with_log_probs=self.log_probs,
-        )
-        generation = TextGeneration(tokens, tokenizer.stream(prompt_ids), stop_strings=self.stop)
+        eos_id = model.tokenizer.eos_id
+        settings = {
+            "max_new_tokens": self.max_new_tokens,
+            "sampling": sampling,
+            "policy": policy,
+            "stop_ids": [] if eos_id is None or self.ignore_eos else [eos_id],
+            "with_log_probs": self.log_probs,
+        }
+        if self.prompt is None:
+            self._continue_all(prompts, engine, model, settings)
+        else:
+            prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
+            self._continue_one(prompt, engine, model, settings)
+
+    def _continue_one(
+        self, prompt: str, engine: Engine, model: LoadedModel, settings: dict[str, Any]
+    ) -> None:
+        from nvium_titan.decode import TextGeneration
+
+        prompt_ids = _encode(model, prompt)
+        tokens = engine.generate(prompt_ids, seed=self.seed, **settings)
+        stream = model.tokenizer.stream(prompt_ids)
+        generation = TextGeneration(tokens, stream, stop_strings=self.stop)
         streams = self.stream and not self.json
         for piece in generation:
             if streams:
                 print(piece, end="", flush=True)
-        text, stop_string, result = generation.result()
-        report = _report(result, num_layers=model.params.config.num_hidden_layers)
+        text = generation.result()
+        record = self._record(prompt, text, engine, model)
         if self.json:
-            record = {"prompt": prompt, "text": text, "stop_string": stop_string, **report}
-            record["settings"] = {
-                "model": str(model.path),
-                "max_new_tokens": self.max_new_tokens,
-                "max_seq_len": engine.max_seq_len,
-                "sampling": asdict(sampling),
-                "policy": {"name": type(policy).__name__, **asdict(policy)},
-                "seed": self.seed,
-                "stop": self.stop,
-                "ignore_eos": self.ignore_eos,
-                "dtype": model.dtype,
-                "device": self.device,
-            }
-            if self.log_probs:
-                record["log_probs"] = _log_probs(result)
             print(json.dumps(record, ensure_ascii=False))
         else:
-            print("" if streams else text)
+            print("" if streams else text.text)
         if self.stats:
-            for name in _STATS:
-                print(f"{_TITLES.get(name, name):24}{shown(report[name])}", file=sys.stderr)
+            _print_stats({name: record[name] for name in _STATS})
+
+    def _continue_all(
+        self, prompts: list[str], engine: Engine, model: LoadedModel, settings: dict[str, Any]
+    ) -> None:
+        """Answer each prompt in a batch; an answer is printed once those before it are."""
+        from nvium_titan.decode import GenerationRequest, TextPieces, TextResult
+
+        all_ids = [_encode(model, prompt) for prompt in prompts]
+        batch = engine.generate_batch(
+            [
+                GenerationRequest(prompt_ids=prompt_ids, seed=self.seed + row, **settings)
+                for row, prompt_ids in enumerate(all_ids)
+            ],
+            batch_size=self.batch,
+        )
+        rows = [
+            TextPieces(model.tokenizer.stream(prompt_ids), stop_strings=self.stop)
+            for prompt_ids in all_ids
+        ]
+        num_printed = 0
+        for row, token in batch:
+            rows[row].push(token.token_id)
+            if rows[row].stop_string is not None:
+                batch.stop(row)
+            while num_printed < len(rows) and (result := batch.result(num_printed)) is not None:
+                pieces, prompt = rows[num_printed], prompts[num_printed]
+                pieces.finish()
+                text = TextResult(pieces.text, pieces.stop_string, result)
+                if self.json:
+                    record = self._record(prompt, text, engine, model)
+                    print(json.dumps(record, ensure_ascii=False), flush=self.stream)
+                else:
+                    title = f"[{num_printed + 1}] {prompt}"
+                    print(f"{title}\n{text.text}\n", flush=self.stream)
+                num_printed += 1
+        if self.stats:
+            _print_stats(_batch_stats(batch.results(), batch.stats))
+
+    def _record(
+        self, prompt: str, text: TextResult, engine: Engine, model: LoadedModel
+    ) -> dict[str, Any]:
+        result = text.generation
+        report = _report(result, num_layers=model.params.config.num_hidden_layers)
+        record = {"prompt": prompt, "text": text.text, "stop_string": text.stop_string, **report}
+        policy: Any = result.policy
+        record["settings"] = {
+            "model": str(model.path),
+            "max_new_tokens": self.max_new_tokens,
+            "max_seq_len": engine.max_seq_len,
+            "sampling": asdict(result.sampling),
+            "policy": {"name": type(policy).__name__, **asdict(policy)},
+            "seed": result.seed,
+            "stop": self.stop,
+            "ignore_eos": self.ignore_eos,
+            "dtype": model.dtype,
+            "device": self.device,
+        }
+        if self.log_probs:
+            record["log_probs"] = _log_probs(result)
+        return record
 
     def _law(self) -> tuple[SamplingParams, SampledRouter | RouterGreedy | FixedExit]:
         from nvium_titan.decode import FixedExit, RouterGreedy, SampledRouter, SamplingParams
@@ -196,6 +265,30 @@ class Generate:
         if self.exit is not None:
             return sampling, FixedExit(exit_index=self.exit - 1)
         return sampling, SampledRouter(temperature=self.router_temperature)
+
+
+def _encode(model: LoadedModel, prompt: str) -> list[int]:
+    prompt_ids = model.tokenizer.encode(prompt, add_bos=True)
+    if not prompt_ids:
+        raise PromptError("the prompt is empty, and this tokenizer has no token to start from")
+    return prompt_ids
+
+
+def _print_stats(figures: dict[str, Any]) -> None:
+    for name, figure in figures.items():
+        print(f"{_TITLES.get(name, name):24}{shown(figure)}", file=sys.stderr)
+
+
+def _batch_stats(results: list[GenerationResult], stats: BatchStats) -> dict[str, Any]:
+    counts = [sum(of_exit) for of_exit in zip(*(r.exit_counts for r in results), strict=True)]
+    return {
+        "law": results[0].law,
+        "num_prompts": len(results),
+        "num_new_tokens": stats.num_new_tokens,
+        "exit_shares": [count / stats.num_new_tokens for count in counts],
+        "layers_per_token": stats.layers_run / stats.num_new_tokens,
+        "tokens_per_s": stats.tokens_per_s,
+    }
 
 
 def _report(result: GenerationResult, *, num_layers: int) -> dict[str, Any]:

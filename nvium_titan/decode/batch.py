@@ -103,8 +103,9 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         self._drop_finished()
 
     def result(self, row_index: int) -> GenerationResult | None:
-        """Return the result of a row that has ended; None of one that has not."""
-        return self._results[row_index]
+        """Return the result of a row whose last token has been given; None before that."""
+        is_due = any(index == row_index for index, _ in self._tokens)
+        return None if is_due else self._results[row_index]
 
     def close(self) -> None:
         """Drop what is unfinished; there are no results then."""

@@ -207,6 +207,17 @@ def test_times_belong_to_the_rows_and_to_the_batch() -> None:
     assert batch.stats.tokens_per_s == pytest.approx(6 / batch.stats.decode_s)
 
 
+def test_a_result_is_there_with_the_last_token_of_its_row() -> None:
+    batch = make().generate_batch([ask(1, max_new_tokens=n) for n in (3, 3, 1)], batch_size=2)
+    given: list[list[int]] = [[], [], []]
+    for row, token in batch:
+        given[row].append(token.token_id)
+        for index, result in enumerate(map(batch.result, range(3))):
+            is_over = len(given[index]) == (3, 3, 1)[index]
+            assert (result is not None) == is_over
+            assert result is None or list(result.token_ids) == given[index]
+
+
 def test_a_row_can_be_stopped() -> None:
     batch = make().generate_batch([ask(1, seed=1), ask(2, seed=2)])
     with pytest.raises(RuntimeError, match="row 1 has not given a token yet"):
@@ -260,7 +271,7 @@ def test_impossible_requests_are_refused_by_their_number() -> None:
             engine.generate_batch([good, bad])
     with pytest.raises(PromptError, match="batch is empty"):
         engine.generate_batch([])
-    with pytest.raises(PromptError, match="batch_size=0 .--batch.: must be at least 1"):
+    with pytest.raises(PromptError, match=r"batch_size=0 \(--batch\): must be at least 1"):
         engine.generate_batch([good], batch_size=0)
 
 
