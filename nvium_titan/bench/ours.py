@@ -183,7 +183,12 @@ class _TimedNoise(Noise):
     """Noise that notes how long the numbers of the routers took."""
 
     def __init__(self, seed: int, engine: Engine, spent: defaultdict[str, float]) -> None:
-        super().__init__(seed, vocab_size=engine.params.num_tokens, device=engine.params.device)
+        super().__init__(
+            seed,
+            vocab_size=engine.params.num_tokens,
+            device=engine.params.device,
+            sampler=engine.runner.model.sampler,
+        )
         self._spent = spent
 
     def uniform(self, position: int, junction_index: int) -> float:

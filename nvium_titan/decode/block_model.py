@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nvium_titan.decode.kv_cache import SequenceBuffers
+from nvium_titan.decode.sampling import Sampler
 
 
 class Group(NamedTuple):
@@ -32,6 +33,8 @@ class BlockModel(Protocol):
 
     state_dtype: torch.dtype
     """Type of the boundary states and of the KV cache."""
+    sampler: Sampler | None
+    """What draws tokens from its logits; torch if None."""
 
     def embed(self, buffers: SequenceBuffers, token_ids: Sequence[int], *, first: int) -> None:
         """Write the embeddings of `token_ids` at positions `first`, `first` + 1, ..."""

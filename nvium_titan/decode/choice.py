@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from nvium_titan.core.mixture import at_least_float32, mixture_log_prob
-from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits, NeedRouter
+from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.policy import ExitPolicy, log_sigmoid
 from nvium_titan.decode.results import GeneratedToken
 from nvium_titan.decode.runner import DecodeState
-from nvium_titan.decode.sampling import Noise, SamplingParams, choose
+from nvium_titan.decode.sampling import Noise, SamplingParams
 from nvium_titan.errors import PromptError
 
 
 class Chosen(NamedTuple):
     """A token, and what is known about it on the device."""
 
-    token_1: Tensor
+    token_id: int
     exit_index: int
     log_exit: float
     logits_1V: Tensor
@@ -64,14 +64,13 @@ def choose_next(
         chosen = yield from _blend(params, state, noise, sampling, policy.router_temperature)
     else:
         chosen = yield from _draw(params, state, noise, sampling, policy, with_log_probs)
-    token_id = int(chosen.token_1)
     state.stats.host_reads += 1
     log_exit = log_prob = None
     if with_log_probs:
         log_exit = chosen.log_exit
-        log_prob = float(at_least_float32(chosen.logits_1V).log_softmax(-1)[0, token_id])
+        log_prob = float(at_least_float32(chosen.logits_1V).log_softmax(-1)[0, chosen.token_id])
         state.stats.host_reads += 1
-    return GeneratedToken(token_id, chosen.exit_index, state.length, log_exit, log_prob)
+    return GeneratedToken(chosen.token_id, chosen.exit_index, state.length, log_exit, log_prob)
 
 
 def _needs_mixture(sampling: SamplingParams) -> bool:
@@ -120,22 +119,21 @@ def _draw(
     asks_router = policy.reads_router or with_log_probs
     log_arrive = log_exit = 0.0
     for exit_index in range(last + 1):
-        yield NeedBlock(exit_index)
+        router_logit: float = yield NeedBlock(exit_index, asks_router and exit_index < last)
         log_exit = log_arrive
         if exit_index == last:
             break
-        router_logit = uniform = math.nan
+        uniform = math.nan
         if asks_router:
-            router_logit = yield NeedRouter(exit_index)
             uniform = noise.uniform(position, exit_index)
             log_exit = log_arrive + log_sigmoid(router_logit)
             log_arrive += log_sigmoid(-router_logit)
         if policy.leaves(exit_index, position=position, router_logit=router_logit, uniform=uniform):
             break
     logits_1V: Tensor = yield NeedLogits((exit_index,))
-    gumbel_V = noise.gumbel(position) if sampling.temperature else None
-    token_1 = choose(logits_1V[:, : params.num_tokens], gumbel_V, sampling)
-    return Chosen(token_1, exit_index, log_exit, logits_1V)
+    logits_V = logits_1V[0, : params.num_tokens]
+    token_id = noise.draw(logits_V, position=position, sampling=sampling)
+    return Chosen(token_id, exit_index, log_exit, logits_1V)
 
 
 def is_decided(partial_V: Tensor, rest: Tensor | float, *, margin: float) -> Tensor:
@@ -173,13 +171,12 @@ def _certify(
     weights: list[float] = []
     partial_V = torch.zeros(num_tokens, dtype=torch.float64, device=params.device)
     for exit_index in range(last + 1):
-        yield NeedBlock(exit_index)
+        own_logit: float = yield NeedBlock(exit_index, exit_index < last)
         waiting.append(exit_index)
         if exit_index == last:
             weights.append(math.exp(log_arrive))
             log_exit, rest = log_arrive_own, 0.0
         else:
-            own_logit = yield NeedRouter(exit_index)
             log_exit = log_arrive_own + log_sigmoid(own_logit)
             log_arrive_own += log_sigmoid(-own_logit)
             router_logit = own_logit / router_temperature
@@ -197,7 +194,7 @@ def _certify(
         state.stats.host_reads += 1
         if bool(is_decided(partial_V, rest, margin=margin)):
             break
-    return Chosen(partial_V.argmax().reshape(1), exit_index, log_exit, logits_NV[-1:])
+    return Chosen(int(partial_V.argmax()), exit_index, log_exit, logits_NV[-1:])
 
 
 def _blend(
@@ -212,17 +209,16 @@ def _blend(
     log_arrive = log_arrive_own = 0.0
     log_exits = []
     for exit_index in range(last + 1):
-        yield NeedBlock(exit_index)
+        own_logit: float = yield NeedBlock(exit_index, exit_index < last)
         if exit_index == last:
             log_exits.append(log_arrive)
             break
-        own_logit = yield NeedRouter(exit_index)
         log_arrive_own += log_sigmoid(-own_logit)
         log_exits.append(log_arrive + log_sigmoid(own_logit / router_temperature))
         log_arrive += log_sigmoid(-own_logit / router_temperature)
     logits_NV: Tensor = yield NeedLogits(tuple(range(last + 1)))
     log_exit_N1 = torch.tensor(log_exits, dtype=torch.float64, device=logits_NV.device)[:, None]
     log_mix_V = mixture_log_prob(log_exit_N1, logits_NV.double().log_softmax(-1))
-    gumbel_V = noise.gumbel(state.length)
-    token = choose(log_mix_V[: params.num_tokens], gumbel_V, sampling)
-    return Chosen(token.reshape(1), exit_index, log_arrive_own, logits_NV[-1:])
+    log_mix_V = log_mix_V[: params.num_tokens]
+    token_id = noise.draw(log_mix_V, position=state.length, sampling=sampling)
+    return Chosen(token_id, exit_index, log_arrive_own, logits_NV[-1:])

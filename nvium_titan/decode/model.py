@@ -29,6 +29,7 @@ from nvium_titan.decode.block_model import Group
 from nvium_titan.decode.deferred import DECODE_BUCKETS
 from nvium_titan.decode.kv_cache import GroupViews, Scratch, SequenceBuffers
 from nvium_titan.decode.params import DecoderParams, LayerParams
+from nvium_titan.decode.sampling import Sampler
 
 
 def rope_table(config: BundleConfig, *, num_slots: int) -> Tensor:
@@ -67,6 +68,7 @@ class DecoderModel:
         config = params.config
         self.params = params
         self.state_dtype = params.dtype
+        self.sampler: Sampler | None = None
         self.blocks = tuple(
             tuple(params.layers[index] for index in block) for block in config.plan.blocks
         )

@@ -128,7 +128,12 @@ class RequestRun:
 
     def _needs_and_tokens(self) -> Generator[Need | GeneratedToken, Any, None]:
         request, state, params = self._request, self.state, self._runner.params
-        noise = Noise(request.seed, vocab_size=params.num_tokens, device=params.device)
+        noise = Noise(
+            request.seed,
+            vocab_size=params.num_tokens,
+            device=params.device,
+            sampler=self._runner.model.sampler,
+        )
         stop_ids = frozenset(request.stop_ids)
         while True:
             token = yield from choose_next(
@@ -141,7 +146,7 @@ class RequestRun:
             )
             if self._max_owed is not None and state.counts.num_deferred >= self._max_owed:
                 for block_index in range(self._runner.num_exits):
-                    yield NeedBlock(block_index)
+                    yield NeedBlock(block_index, False)
             self.tokens.append(token)
             state.stats.num_new_tokens += 1
             if token.token_id in stop_ids:

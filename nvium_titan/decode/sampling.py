@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from nvium_titan.errors import PromptError
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
+_TOKEN_STREAM = 0
 _MASK = (1 << 64) - 1
 _NOISE_BLOCK_ELEMENTS = 1 << 14
 
@@ -72,7 +73,25 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether the distribution is sampled as it is, so that both filter scopes agree."""
-        return (self.temperature, self.top_k, self.top_p, self.min_p) == (1, 0, 1, 0)
+        return self.temperature == 1 and not self.has_filter
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether any token may be removed."""
+        return (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
+
+
+class Sampler(Protocol):
+    """Draws a token from softmax(logits / temperature), with the noise of `gumbel_noise`."""
+
+    def __call__(self, logits_V: Tensor, *, key: int, temperature: float) -> int:
+        """Return the token.
+
+        Args:
+            logits_V: Shape (V,).
+            key: Of seed, position and stream; what `gumbel_noise` adds token ids to.
+            temperature: Positive.
+        """
 
 
 def filtered_logits(logits_V: Tensor, sampling: SamplingParams) -> Tensor:
@@ -163,7 +182,7 @@ def gumbel_noise(
     vocab_size: int,
     *,
     device: torch.device | str = "cpu",
-    stream: int = 0,
+    stream: int = _TOKEN_STREAM,
 ) -> Tensor:
     """Return the standard Gumbel noise that chooses the tokens at some positions.
 
@@ -208,15 +227,24 @@ class Noise:
     are shared; this is a memo, not state.
     """
 
-    def __init__(self, seed: int, *, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        sampler: Sampler | None = None,
+    ) -> None:
         """Remember the key.
 
         Args:
             seed: Any integer; taken modulo 2^64.
             vocab_size: Tokens that may be sampled.
             device: Where the Gumbel noise is wanted.
+            sampler: A faster way to the same draw where no filter is set; torch's if None.
         """
         self.seed = seed
+        self._sampler = sampler
         self._vocab_size = vocab_size
         self._device = device
         self._num_rows = max(1, min(32, _NOISE_BLOCK_ELEMENTS // vocab_size))
@@ -226,6 +254,22 @@ class Noise:
     def uniform(self, position: int, junction_index: int) -> float:
         """Return the uniform number that decides a junction, in (0, 1)."""
         return uniform(self.seed, position, 1 + junction_index)
+
+    def draw(self, logits_V: Tensor, *, position: int, sampling: SamplingParams) -> int:
+        """Return the token at `position`, from F(softmax(logits)). One host read.
+
+        Args:
+            logits_V: Logits or log-probabilities of the tokens that may be sampled, shape (V,).
+            position: Position of the token being chosen.
+            sampling: The law F.
+        """
+        if sampling.temperature == 0:
+            return int(logits_V.argmax())
+        is_single = logits_V.dtype == torch.float32
+        if self._sampler is not None and is_single and not sampling.has_filter:
+            key = _key(self.seed, position, _TOKEN_STREAM)
+            return self._sampler(logits_V, key=key, temperature=sampling.temperature)
+        return int(choose(logits_V, self.gumbel(position), sampling))
 
     def gumbel(self, position: int) -> Tensor:
         """Return the Gumbel noise that chooses the token at `position`, shape (V,), float64."""

@@ -549,3 +549,41 @@ void nvium_linear(int kind, const Linear *linear, const float *x, int rows, floa
         apply(kind, x, linear, PLAIN, 0, rows, out, work + thread * apply_floats(linear, rows));
     }
 }
+
+// The token with the largest logit / temperature + Gumbel noise: a draw from the softmax.
+//
+// Noise is that of `decode.sampling.gumbel_noise`, in float64. Few tokens need it: one with noise
+// -log(-log u) beats the best so far only if 1 - u <= -log u < exp(its score - the best score).
+int32_t nvium_sample(const float *logits, int count, uint64_t key, double temperature) {
+    enum { CHUNK = 256 };
+    float largest = -INFINITY, weight[CHUNK];
+    const float scale = (float)(1 / temperature);
+#pragma omp simd reduction(max : largest)
+    for (int i = 0; i < count; i++) largest = logits[i] > largest ? logits[i] : largest;
+    int32_t token = 0;
+    double best = -INFINITY, best_weight = 0;
+    for (int from = 0; from < count; from += CHUNK) {
+        int size = count - from < CHUNK ? count - from : CHUNK;
+#pragma omp simd
+        for (int i = 0; i < size; i++) weight[i] = fast_exp((logits[from + i] - largest) * scale);
+        for (int i = 0; i < size; i++) {
+            uint64_t x = key + (uint64_t)(from + i + 1) * 0x9e3779b97f4a7c15u;
+            x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+            x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+            x ^= x >> 31;
+            // 52 bits plus a half are exact in float64 and never 0 or 1.
+            double u = ((double)(int64_t)(x >> 12) + 0.5) * 0x1p-52;
+            // The margin is far above the rounding of fast_exp and of the scaled float32 logit.
+            if ((1 - u) * best_weight > weight[i] * 1.001) continue;
+            double logit = logits[from + i];
+            double score = temperature == 1 ? logit : (logit - largest) / temperature;
+            score -= log(-log(u));
+            if (score > best) {
+                best = score;
+                token = from + i;
+                best_weight = exp(temperature == 1 ? best - largest : best);
+            }
+        }
+    }
+    return token;
+}

@@ -10,7 +10,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from ctypes import Structure, byref, c_float, c_int32, c_int64, c_long, c_void_p
+from ctypes import (
+    Structure,
+    byref,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_long,
+    c_uint64,
+    c_void_p,
+)
 
 import torch
 from torch import Tensor
@@ -22,6 +32,7 @@ from nvium_titan.decode.kv_cache import SequenceBuffers
 from nvium_titan.decode.model import rope_table
 from nvium_titan.decode.native.build import load_library
 from nvium_titan.decode.params import DecoderParams
+from nvium_titan.decode.sampling import Sampler
 from nvium_titan.quantization import int8_scales
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -99,6 +110,7 @@ class NativeModel:
         """
         config = params.config
         self.state_dtype = torch.float32
+        self.sampler: Sampler | None = self._sample
         self._library = load_library()
         self._library.nvium_work_floats.restype = c_long
         self._kept: list[Tensor] = []
@@ -286,3 +298,10 @@ class NativeModel:
                 c_void_p(logits_TV.data_ptr()), c_void_p(work), threads,
             )  # fmt: skip
         return logits_TV
+
+    def _sample(self, logits_V: Tensor, *, key: int, temperature: float) -> int:
+        """See `decode.sampling.Sampler`."""
+        token_id: int = self._library.nvium_sample(
+            c_void_p(logits_V.data_ptr()), len(logits_V), c_uint64(key), c_double(temperature)
+        )
+        return token_id
