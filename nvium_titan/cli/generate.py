@@ -44,6 +44,7 @@ class Generate:
     checkpoint is converted in memory; nothing is written.
 
     nvium generate bundles/debug --prompt "The Python " --max-new-tokens 200 --stats
+
     nvium generate bundles/debug --prompts-file prompts.jsonl --json > answers.jsonl
     """
 

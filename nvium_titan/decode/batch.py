@@ -8,6 +8,7 @@ computes depends on the others only in the rounding of matrix products of other 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from nvium_titan.decode.kv_cache import WorkSpace
-from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits, NeedRouter
+from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits
 from nvium_titan.decode.request import RequestRun
 from nvium_titan.decode.results import BatchStats, GeneratedToken, GenerationResult
 from nvium_titan.decode.runner import BlockRunner
@@ -138,8 +139,8 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
                 self._advance(row, None)
         self._admit()
         while True:
-            while (need := self._shallowest_need(limit)) is not None:
-                self._answer(need)
+            while (block_index := self._shallowest_block()) is not None and block_index < limit:
+                self._answer_block(block_index)
             if not self._answer_heads():
                 break  # until now an answer may have been "not certain yet: one block more"
         self._busy_s = self._now()
@@ -177,30 +178,30 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         else:
             stats.decode_s = now - row.first_token_s
 
-    def _shallowest_need(self, limit: int) -> NeedBlock | NeedRouter | None:
-        """Return what to answer next before the head: bottom up, a block before its router."""
-        needs = [row.need for row in self._rows if isinstance(row.need, NeedBlock | NeedRouter)]
-        return min(
-            (need for need in needs if need[0] < limit),
-            key=lambda need: (need[0], isinstance(need, NeedRouter)),
-            default=None,
-        )
+    def _shallowest_block(self) -> int | None:
+        """Return the shallowest block that a row needs."""
+        needs = (row.need for row in self._rows)
+        return min((n.block_index for n in needs if isinstance(n, NeedBlock)), default=None)
 
-    def _answer(self, need: NeedBlock | NeedRouter) -> None:
-        """Answer all rows with this need; what else is owed to a block rides along."""
-        rows = [row for row in self._rows if type(row.need) is type(need) and row.need == need]
-        if isinstance(need, NeedRouter):
-            states = [row.run.state for row in rows]
-            router_logits = self._runner.router_logits(states, need.junction_index)
-            for row, router_logit in zip(rows, router_logits, strict=True):
-                self._advance(row, router_logit)
-            return
-        if any(row.run.state.counts.payable(need.block_index) for row in rows):
+    def _answer_block(self, block_index: int) -> None:
+        """Answer all rows that need this block; what others owe it rides along."""
+        rows = [
+            (row, row.need)
+            for row in self._rows
+            if isinstance(row.need, NeedBlock) and row.need.block_index == block_index
+        ]
+        if any(row.run.state.counts.payable(block_index) for row, _ in rows):
             states = [row.run.state for row in self._rows]
-            num_calls = self._runner.fill_all(states, need.block_index)
-            self.stats.layers_run += num_calls * self._runner.block_sizes[need.block_index]
-        for row in rows:
-            self._advance(row, None)
+            num_calls = self._runner.fill_all(states, block_index)
+            self.stats.layers_run += num_calls * self._runner.block_sizes[block_index]
+        asking = [row for row, need in rows if need.with_router]
+        router_logits = dict.fromkeys((row for row, _ in rows), math.nan)
+        if asking:
+            states = [row.run.state for row in asking]
+            answers = self._runner.router_logits(states, block_index)
+            router_logits.update(zip(asking, answers, strict=True))
+        for row, router_logit in router_logits.items():
+            self._advance(row, router_logit)
 
     def _answer_heads(self) -> bool:
         """Give all rows that wait for logits theirs, from one call; return whether there were any.

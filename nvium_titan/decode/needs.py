@@ -10,15 +10,13 @@ from typing import NamedTuple
 
 
 class NeedBlock(NamedTuple):
-    """This sequence's rows owed to a block must be run; the answer is None."""
+    """This sequence's rows owed to a block must be run, and perhaps the router behind it.
+
+    The answer is z_k of the last token, NaN without the router.
+    """
 
     block_index: int
-
-
-class NeedRouter(NamedTuple):
-    """z_k of the last token; the answer is a float."""
-
-    junction_index: int
+    with_router: bool
 
 
 class NeedLogits(NamedTuple):
@@ -27,4 +25,4 @@ class NeedLogits(NamedTuple):
     exit_indices: tuple[int, ...]
 
 
-Need = NeedBlock | NeedRouter | NeedLogits
+Need = NeedBlock | NeedLogits

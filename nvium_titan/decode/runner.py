@@ -6,6 +6,7 @@ leaves the rows owed and nothing inconsistent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from nvium_titan.decode.deferred import (
     bucket_rows,
 )
 from nvium_titan.decode.kv_cache import SequenceBuffers, WorkSpace
-from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits, NeedRouter
+from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.results import DecodeStats, GeneratedToken
 
@@ -192,15 +193,16 @@ class BlockRunner:
             token: GeneratedToken = end.value
             return token
 
-    def answer(self, state: DecodeState, need: Need) -> float | Tensor | None:
+    def answer(self, state: DecodeState, need: Need) -> float | Tensor:
         """Do what one sequence needs, now. A router is one host read."""
         if isinstance(need, NeedBlock):
-            self.fill(state, need.block_index)
-            return None
-        if isinstance(need, NeedRouter):
+            block_index = need.block_index
+            self.fill(state, block_index)
+            if not need.with_router:
+                return math.nan
             state.stats.host_reads += 1
-            n_1D = self._exit_input(state, need.junction_index)
-            return self.model.router_logit(need.junction_index, n_1D).item()
+            n_1D = self._exit_input(state, block_index)
+            return self.model.router_logit(block_index, n_1D).item()
         state.stats.head_rows += len(need.exit_indices)
         o_parts = [self.model.exit_state(k, self._exit_input(state, k)) for k in need.exit_indices]
         return self.model.logits(_stack(o_parts))

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from nvium_titan import cli
 from nvium_titan.bundle import write_bundle
-from nvium_titan.decode import Noise
+from nvium_titan.decode import Noise, SamplingParams
 from nvium_titan.tokenizer import ByteTokenizer
 from tests.helpers.reference import reference_forward
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
@@ -56,16 +57,15 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int], int], Non
     """Give a function that makes the sampled tokens of a prompt of some length the given ids."""
 
     def install(ids: Sequence[int], num_prompt: int) -> None:
-        original = Noise.gumbel
+        original = Noise.draw
 
-        def gumbel(self: Noise, position: int) -> Tensor:
-            noise = original(self, position).clone()
-            noise[EOS] = -1e9
+        def draw(self: Noise, logits_V: Tensor, *, position: int, sampling: SamplingParams) -> int:
             if position - num_prompt < len(ids):
-                noise[ids[position - num_prompt]] = 2e9
-            return noise
+                return ids[position - num_prompt]
+            logits_V = logits_V.index_fill(0, torch.tensor([EOS]), -math.inf)
+            return original(self, logits_V, position=position, sampling=sampling)
 
-        monkeypatch.setattr(Noise, "gumbel", gumbel)
+        monkeypatch.setattr(Noise, "draw", draw)
 
     return install
 

@@ -48,16 +48,15 @@ EOS_AT = {1: 1, 2: 5, 3: None}
 
 def force_eos(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the request of seed s sample EOS at its step EOS_AT[s] and at no other."""
-    original = Noise.gumbel
+    original = Noise.draw
 
-    def gumbel(self: Noise, position: int) -> Tensor:
-        noise = original(self, position).clone()
+    def draw(self: Noise, logits_V: Tensor, *, position: int, sampling: SamplingParams) -> int:
         eos_at = EOS_AT[self.seed]
-        is_now = eos_at is not None and position == 2 + eos_at - 1
-        noise[EOS] = 1e9 if is_now else -1e9
-        return noise
+        if eos_at is not None and position == 2 + eos_at - 1:
+            return EOS
+        return original(self, logits_V[:EOS], position=position, sampling=sampling)
 
-    monkeypatch.setattr(Noise, "gumbel", gumbel)
+    monkeypatch.setattr(Noise, "draw", draw)
 
 
 @pytest.mark.cases
