@@ -1,8 +1,10 @@
 """llama.cpp through xllamacpp: its server's engine, called in process.
 
-Timed through the callback of a streamed completion, which gets each token as it is made; the
-server's own count (`timings.predicted_per_token_ms`) agrees within its JSON. Greedy, nothing cached
-between requests, KV cache in float16 and flash attention as it chooses: its defaults.
+Timed through the callback of a streamed completion, which gets each token as it is made. The server
+reports the same span as `timings.predicted_ms`, but divides it by all tokens, though the first one
+is the prompt's. Greedy, no prompt cache; KV cache in float16 and flash attention as it chooses: its
+defaults. The wheels of PyPI are built for AVX2 (`xllamacpp.get_system_info()`); on a CPU with
+AVX-512 or AMX one built from source may be faster.
 """
 
 from __future__ import annotations
