@@ -7,6 +7,7 @@ together, so the ratio of a pair means more than two medians. The module owns th
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -27,6 +28,9 @@ from nvium_titan.bench.system import System, Timing
 from nvium_titan.decode import ExitPolicy, SampledRouter, ScriptedExits
 from nvium_titan.errors import BenchError, nearest
 from nvium_titan.flops import weights_read_per_token
+
+_SETTLE_S = 0.1
+"""Pause after each run: the threads of another engine spin on after its last token."""
 
 _SAME_TYPE = {"int8": ("int8", "q8_0")}
 """What a peer may call a type of ours, where it is not the same name."""
@@ -183,6 +187,7 @@ def interleave(
         for index in order if number % 2 == 0 else reversed(order):
             timings[index] = systems[index].run(prompt, num_new_tokens)
             on_run()
+            time.sleep(_SETTLE_S)
         yield [timings[index] for index in order]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nvium_titan.decode.kv_cache import SequenceBuffers
+from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.sampling import Sampler
 
 
@@ -31,6 +32,8 @@ class Group(NamedTuple):
 class BlockModel(Protocol):
     """The forward pass in the pieces that decoding needs. Weights only; sequences own the rest."""
 
+    params: DecoderParams
+    """Dimensions, and the weights as far as the model has no packed copy of its own."""
     state_dtype: torch.dtype
     """Type of the boundary states and of the KV cache."""
     sampler: Sampler | None

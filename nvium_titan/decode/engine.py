@@ -66,7 +66,6 @@ class Engine:
             DependencyError: If native kernels are asked for and cannot be had.
         """
         config = params.config
-        self.params = params
         self.max_seq_len = config.max_position_embeddings if max_seq_len is None else max_seq_len
         if self.max_seq_len < 1:
             raise PromptError(f"max_seq_len={max_seq_len}: must be at least 1")
@@ -80,7 +79,8 @@ class Engine:
             num_slots=slots_for(self.max_seq_len, shapes=shapes),
             shapes=shapes,
         )
-        self.runner = BlockRunner(params, model, shapes=shapes)
+        self.params = model.params
+        self.runner = BlockRunner(model.params, model, shapes=shapes)
 
     @classmethod
     def from_bundle(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -113,6 +113,11 @@ class DecoderParams:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.embedding_VD.device
+
+    def without_weights(self) -> DecoderParams:
+        """Return what is left once a model has packed its own copy: dimensions, type, embedding."""
+        no_rows_VD = self.embedding_VD[:0]
+        return replace(self, layers=(), exits=(), head_VD=no_rows_VD)
 
     @classmethod
     def from_bundle(

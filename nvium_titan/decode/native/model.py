@@ -109,6 +109,7 @@ class NativeModel:
             DependencyError: If there is no C compiler, or it fails.
         """
         config = params.config
+        self.params = params.without_weights()
         self.state_dtype = torch.float32
         self.sampler: Sampler | None = self._sample
         self._library = load_library()
@@ -119,7 +120,6 @@ class NativeModel:
         self._width = config.hidden_size
         self._eps = config.rms_norm_eps
         self._num_slots = num_slots
-        self._embedding_VD = params.embedding_VD
         self._dims = _Dims(
             kind=self._kind,
             width=config.hidden_size,
@@ -211,9 +211,9 @@ class NativeModel:
         """Write the embeddings of `token_ids` at positions `first`, `first` + 1, ..."""
         rows_TD = buffers.boundary_SD[0].narrow(0, first, len(token_ids))
         if len(token_ids) == 1:
-            rows_TD.copy_(self._embedding_VD[token_ids[0]])
+            rows_TD.copy_(self.params.embedding_VD[token_ids[0]])
         else:
-            rows_TD.copy_(self._embedding_VD[torch.tensor(token_ids)])
+            rows_TD.copy_(self.params.embedding_VD[torch.tensor(token_ids)])
 
     def run_block(self, block_index: int, groups: Sequence[Group]) -> None:
         """Run the layers of one block on rows of one or several sequences.
