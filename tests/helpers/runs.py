@@ -70,19 +70,35 @@ def train_here(toml: Path, *flags: str) -> int:
 
 
 def train_under_torchrun(
-    toml: Path, *flags: str, num_processes: int, timeout_s: int = 300
+    toml: Path,
+    *flags: str,
+    num_processes: int,
+    timeout_s: int = 300,
+    module: str = "nvium_titan.train",
 ) -> subprocess.CompletedProcess[str]:
     """Train under torchrun on gloo; return the finished process."""
+    process = start_torchrun(toml, *flags, num_processes=num_processes, module=module)
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def start_torchrun(
+    toml: Path, *flags: str, num_processes: int, module: str = "nvium_titan.train"
+) -> subprocess.Popen[str]:
+    """Start training under torchrun on gloo, with its output in pipes."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc_per_node={num_processes}", "-m", "nvium_titan.train",
+        f"--nproc_per_node={num_processes}", "-m", module,
         "--config-file", str(toml), *flags,
     ]  # fmt: skip
     launch = re.compile(r"(LOCAL_)?RANK|WORLD_SIZE|MASTER_")
     environment = {k: v for k, v in os.environ.items() if not launch.match(k)}
     environment["OMP_NUM_THREADS"] = "1"
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
