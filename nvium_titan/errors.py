@@ -2,6 +2,8 @@
 
     NviumError                  1  (failed)
     |-- DivergenceError         1  the loss became NaN or infinite
+    |-- StreamError             1  the source of the text fails for good
+    |-- SaveError               1  a checkpoint could not be saved
     `-- UsageError              2  (wrong use: the input must be changed)
         |-- ConfigError         2  a TOML file, a flag, an exit plan
         |-- DataError           2  text, jsonl, folders
@@ -29,6 +31,14 @@ class NviumError(Exception):
 
 class DivergenceError(NviumError):
     """The loss is NaN or infinite; the message names the step and the last good checkpoint."""
+
+
+class StreamError(NviumError):
+    """A stream of text, or a disk that holds it, goes on failing; the run was saved before."""
+
+
+class SaveError(NviumError):
+    """A checkpoint could not be saved, such as on a full disk; the earlier ones are kept."""
 
 
 class UsageError(NviumError):

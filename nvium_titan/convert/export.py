@@ -6,8 +6,6 @@ them, and the run's resolved settings. torchtitan is not imported.
 
 from __future__ import annotations
 
-import logging
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,7 +16,6 @@ import tomli
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -28,9 +25,8 @@ from nvium_titan.convert.layout import names_of, to_bundle
 from nvium_titan.errors import BundleError, CheckpointError
 from nvium_titan.flops import ModelDims
 from nvium_titan.results import read_metrics
+from nvium_titan.step_folders import find_step_folder, read_metadata, step_of
 from nvium_titan.tokenizer import Tokenizer, load_tokenizer
-
-logger = logging.getLogger(__name__)
 
 SETTINGS_KEY = "nvium.settings"
 """The checkpoint entry that holds the run's resolved settings, as TOML text."""
@@ -52,48 +48,12 @@ class StepFolder:
     @property
     def step(self) -> int:
         """Training steps behind the weights."""
-        return int(self.path.name.removeprefix("step-"))
+        return step_of(self.path)
 
     @property
     def run_folder(self) -> Path:
         """The run's dump folder, where metrics.jsonl lies."""
         return self.path.parent.parent
-
-
-def find_step_folder(path: Path | str) -> Path:
-    """Return the step folder that a path names.
-
-    Args:
-        path: A step-N folder, or a folder that holds some (a run's folder or its checkpoint
-            folder): then the newest, which is logged.
-
-    Raises:
-        CheckpointError: If there is none; the message says what was looked for and found.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder; give a step-N folder or a run's folder")
-    if (path / ".metadata").is_file():
-        return path
-    if re.fullmatch(r"step-\d+", path.name):
-        raise CheckpointError(
-            f"{path}: no .metadata file in it: not a checkpoint, or its saving was cut off; "
-            "give another step"
-        )
-    steps = [
-        folder
-        for parent in (path, path / "checkpoint")
-        for folder in parent.glob("step-*")
-        if (folder / ".metadata").is_file() and re.fullmatch(r"step-\d+", folder.name)
-    ]
-    if not steps:
-        raise CheckpointError(
-            f"{path}: no checkpoint in it: looked for .metadata, step-N/.metadata and "
-            "checkpoint/step-N/.metadata"
-        )
-    newest = max(steps, key=lambda folder: int(folder.name.removeprefix("step-")))
-    logger.info("%s: using its newest checkpoint, %s", path, newest)
-    return newest
 
 
 def read_step_folder(path: Path | str) -> StepFolder:
@@ -127,13 +87,8 @@ def read_step_folder(path: Path | str) -> StepFolder:
 
 
 def _entries(folder: Path) -> Mapping[str, Any]:
-    try:
-        return FileSystemReader(folder).read_metadata().state_dict_metadata
-    except Exception as error:
-        raise CheckpointError(
-            f"{folder / '.metadata'}: cannot be read ({error}): the checkpoint is damaged; "
-            "give another step"
-        ) from error
+    entries: Mapping[str, Any] = read_metadata(folder).state_dict_metadata
+    return entries
 
 
 def load_native_tensors(folder: StepFolder) -> dict[str, Tensor]:
