@@ -8,6 +8,7 @@ Without torchrun it trains in one process. On a machine without an accelerator i
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from nvium_titan.errors import CheckpointError, ConfigError, NviumError
+from nvium_titan.step_folders import METADATA, describe, fault_in, finished_folders, is_finished
 
 if TYPE_CHECKING:
     from torchtitan.components.checkpointer import CheckpointManager
@@ -32,6 +34,8 @@ Train an N-vium, or its dense twin, from a TOML file. A flag overrides the file'
   --training.steps 100 --loss.beta 0.3 --model.num_layers 6 --nvium.exit_layers 2 4
 The resolved settings are saved as <dump_folder>/config.toml. See train_configs/ for examples.
 --config-file FILE.toml --help lists every key, its meaning and its value in that file.
+--config-file FILE.toml --dry-run [--world-size N] checks it for N ranks, without a GPU, and shows
+layout, parameters, memory per rank and tokens per step.
 """
 
 
@@ -124,25 +128,21 @@ def _check_checkpoint(
         return
     folder = dump_folder / checkpoint.folder
     if step >= 0:
-        if not (folder / f"step-{step}" / ".metadata").is_file():
+        if not is_finished(folder / f"step-{step}"):
             raise CheckpointError(
                 f"[checkpoint] load_step={step}: no {folder}/step-{step}/.metadata; "
-                f"{_steps_in(folder)}"
+                f"{describe(folder)}"
             )
-    elif path and "://" not in path and not list(folder.glob("step-*/.metadata")):
-        pattern = "*.safetensors" if checkpoint.initial_load_in_hf else ".metadata"
+    elif path and "://" not in path and not finished_folders(folder):
+        pattern = "*.safetensors" if checkpoint.initial_load_in_hf else METADATA
         if not list(Path(path).glob(pattern)):
             raise CheckpointError(
-                f"[checkpoint] initial_load_path={path!r}: no {pattern} in it; "
-                f"{_steps_in(Path(path))}"
+                f"[checkpoint] initial_load_path={path!r}: no {pattern} in it; {describe(path)}"
             )
         if checkpoint.initial_load_in_hf:
             check_loadable(path, dims)
-
-
-def _steps_in(folder: Path) -> str:
-    steps = [found.parent for found in sorted(folder.glob("**/step-*/.metadata"))]
-    return f"checkpoints found: {', '.join(map(str, steps))}" if steps else "no checkpoint found"
+        elif fault := fault_in(Path(path)):
+            raise CheckpointError(f"[checkpoint] initial_load_path={path!r}: {fault}")
 
 
 def run(config: NviumTrainer.Config) -> None:
@@ -230,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Args:
         argv: Command-line words; default `sys.argv[1:]`.
+
+    Raises:
+        OSError: Of any kind but a full disk, and whatever else is no mistake of the user's.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
@@ -243,11 +246,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         _one_process_by_default()
         from torchtitan.tools.logging import init_logger
 
+        if "--dry-run" in words:
+            sys.stdout.write(_dry_run(words) + "\n")
+            return 0
         init_logger()
         run(load(words))
     except NviumError as error:
         sys.stderr.write(f"nvium: error: {error}\n")
         return error.exit_code
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.stderr.write(
+            f"nvium: error: the disk is full ({error}); make room, then the same command goes on "
+            "from the last checkpoint\n"
+        )
+        return 1
     except Interrupted as stop:
         sys.stderr.write(f"nvium: stopped by {stop}; the same command goes on from here\n")
         return stop.exit_code
@@ -255,6 +269,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("nvium: interrupted\n")
         return 130
     return 0
+
+
+def _dry_run(words: Sequence[str]) -> str:
+    from nvium_titan.dry_run import dry_run
+
+    flags = [word for word in words if word != "--dry-run"]
+    world_size = None
+    for index, word in enumerate(flags):
+        name, has_value, value = word.partition("=")
+        if name == "--world-size":
+            value = value if has_value else "".join(flags[index + 1 : index + 2])
+            if not value.isdigit() or int(value) < 1:
+                raise ConfigError(f"--world-size {value}: must be the number of ranks, at least 1")
+            world_size = int(value)
+            del flags[index : index + (1 if has_value else 2)]
+            break
+    return dry_run(load(flags), world_size=world_size).to_text()
 
 
 def _one_process_by_default() -> None:
