@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
 
@@ -99,14 +100,26 @@ class Run:
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(every_s)
 
-    def kill(self, rank: int) -> None:
-        """Kill one rank with SIGKILL and wait for the end of torchrun."""
+    def kill(self, rank: int) -> str:
+        """Kill one rank with SIGKILL, wait for the end of the others; return what happened."""
+        folders = step_folders(self.folder / "checkpoint")
+        finished = finished_folders(self.folder / "checkpoint")
+        before = time.monotonic()
         os.kill(self._pid_of(rank), signal.SIGKILL)
-        assert self.end() != 0
+        code = self.end()
+        seconds = time.monotonic() - before
+        assert code != 0
         # torchrun names the rank that failed first, and what ended it.
         report = self.log[self.log.index("Root Cause") :]
         assert re.search(rf"rank\s*: {rank} ", report)
         assert re.search(r"exitcode\s*: -9 ", report)
+        saving = [path.name for path in folders if path not in finished]
+        return (
+            f"rank {rank} killed, {self.step()} steps logged, "
+            f"{'saving ' + saving[-1] if saving else 'between saves'}, last checkpoint "
+            f"{finished[-1].name if finished else 'none'}: torchrun ended with {code} after "
+            f"{seconds:.1f} s"
+        )
 
     def terminate(self) -> int:
         assert self.process is not None
@@ -171,7 +184,7 @@ def test_killed_twice_and_terminated_once_a_run_gives_the_same_curve(
     run.wait_for_step(5)
     run.kill(1)
     run.start()
-    run.wait_for_saving(after=8)
+    run.wait_for_saving(after=run.step() + 1)
     run.kill(0)
     run.start()
     run.wait_for_step(20)
@@ -184,7 +197,9 @@ def test_killed_twice_and_terminated_once_a_run_gives_the_same_curve(
 
 @pytest.mark.slow
 def test_killed_at_ten_random_moments_a_run_gives_the_same_curve(
-    tmp_path: Path, whole_curve: tuple[Path, list[float]]
+    tmp_path: Path,
+    whole_curve: tuple[Path, list[float]],
+    record_property: Callable[[str, object], None],
 ) -> None:
     text, want = whole_curve
     run = disturbed(tmp_path, text)
@@ -197,5 +212,5 @@ def test_killed_at_ten_random_moments_a_run_gives_the_same_curve(
         else:
             run.wait_for_step(min(done + draw.randint(1, 6), 50))
             time.sleep(draw.uniform(0, 0.1))
-        run.kill(draw.randrange(2))
+        record_property("moment", run.kill(draw.randrange(2)))
     finish(run, want)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from nvium_titan.data.datasets import TextDataLoader
 from nvium_titan.trainer import NviumTrainer
 from tests.helpers.runs import rows_of, train_here, write_toml
 
@@ -108,6 +109,27 @@ def test_a_foreign_or_weights_only_checkpoint_is_refused(
     assert train_here(toml, *other, "--checkpoint.last_save_model_only") == 0
     assert train_here(toml, *other, "--training.steps", "5") == 2
     assert "step-3: holds only the model's weights" in said(capfd)
+
+
+@pytest.mark.cases
+def test_ckp_01_a_stream_divided_over_other_ranks_is_refused_unless_left_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml = write_toml(tmp_path, training={"steps": 3})
+    assert train_here(toml) == 0
+    build = TextDataLoader.__init__
+
+    def as_stream(self: TextDataLoader, *args: object, **parts: object) -> None:
+        build(self, *args, **parts)
+        self._state_key = "rank_0_of_2"
+
+    monkeypatch.setattr(TextDataLoader, "__init__", as_stream)
+    flags = ["--training.steps", "4"]
+    assert train_here(toml, *flags) == 2
+    text = said(capfd)
+    assert "a stream from the hub is divided over the ranks" in text
+    assert train_here(toml, *flags, "--checkpoint.exclude_from_loading", "dataloader") == 0
+    assert [row.step for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def test_the_newest_checkpoints_are_kept_and_leftovers_removed(tmp_path: Path) -> None:
