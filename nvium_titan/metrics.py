@@ -210,6 +210,8 @@ class NviumMetricsProcessor(MetricsProcessor):
         return scalars if limit is None else scalars | {"nvium/limit_speedup": limit}
 
     def _report(self, found: MixtureMetrics, *, step: int, split: str, **row: Any) -> None:
+        if self.loss_fn.lm_head is None:  # a pipeline stage without the loss has no figures
+            return
         limit = self._limit(found)
         shares = " ".join(f"{share:.3f}" for share in found.exit_shares)
         logger.info(

@@ -1,8 +1,8 @@
-"""The tables `[model]` and `[nvium]`: a named size, and any of its numbers changed."""
+"""The tables `[model]`, `[nvium]` and `[float8]`: a shape, and the type of its products."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nvium_titan.errors import ConfigError
@@ -58,6 +58,19 @@ class NviumTable:
     trainable: Trainable = "all"
     """"junctions" trains only the norm, router and adapter of every early exit; the layers and the
     final exit stay as they were loaded, to the bit."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Float8Table:
+    """Table `[float8]`: matrix products of the layers in float8, through torchao."""
+
+    enable: bool = False
+    """Whether to multiply in float8; needs the extra `float8` and an NVIDIA SM89 or later."""
+    emulate: bool = False
+    """Compute what float8 would give, slowly, on any device; not with [compile]."""
+    skip: list[str] = field(default_factory=lambda: ["lm_head", "junction", "norm.adapter"])
+    """Parts of the names of linear layers that stay as they are; default: head, routers and
+    adapters."""
 
 
 def resolve_dims(model: ModelTable, nvium: NviumTable) -> ModelDims:

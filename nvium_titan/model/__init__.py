@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.model_spec import ModelSpec
 
 from nvium_titan.config.tables import Trainable
@@ -10,6 +9,7 @@ from nvium_titan.flavors import flavor_dims
 from nvium_titan.flops import ModelDims
 from nvium_titan.model.build import build_model_config
 from nvium_titan.model.parallelize import parallelize_junctions, parallelize_nvium
+from nvium_titan.model.pipeline import pipeline_nvium
 from nvium_titan.model.state_dict_adapter import NviumStateDictAdapter
 
 __all__ = ["model_registry", "model_spec"]
@@ -28,7 +28,7 @@ def model_spec(dims: ModelDims, *, flavor: str, trainable: Trainable = "all") ->
         flavor=flavor,
         model=build_model_config(dims),
         parallelize_fn=parallelize_nvium if trainable == "all" else parallelize_junctions,
-        pipelining_fn=pipeline_llm,
+        pipelining_fn=pipeline_nvium,
         post_optimizer_build_fn=None,
         state_dict_adapter=NviumStateDictAdapter,
     )

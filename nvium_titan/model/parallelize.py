@@ -9,6 +9,7 @@ from torchtitan.models.llama3.parallelize import parallelize_llama
 from torchtitan.tools import utils
 
 from nvium_titan.compat import sum_gradients_without_premul
+from nvium_titan.errors import ConfigError
 
 
 def parallelize_nvium(model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -20,9 +21,18 @@ def parallelize_nvium(model: nn.Module, **kwargs: Any) -> nn.Module:
 
     Returns:
         The same model, parallelised in place.
+
+    Raises:
+        ConfigError: If context parallelism is asked for on the CPU.
     """
+    on_cpu = utils.device_type == "cpu"
+    if on_cpu and kwargs["parallel_dims"].cp_enabled:
+        raise ConfigError(
+            f"[parallelism] context_parallel_degree={kwargs['parallel_dims'].cp}: the CPU has no "
+            "attention over a split sequence; set it to 1, or train on GPUs"
+        )
     model = parallelize_llama(model, **kwargs)
-    if utils.device_type == "cpu":
+    if on_cpu:
         sum_gradients_without_premul(model)
     return model
 
