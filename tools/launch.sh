@@ -10,7 +10,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 config=${CONFIG_FILE:-$root/train_configs/debug.toml}
 python=${PYTHON:-$root/.venv/bin/python}
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
-gpus=${NGPU:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
+gpus=${NGPU:-$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)}
 [ "$gpus" -gt 0 ] || gpus=1
 
 launcher=() training=("$@")

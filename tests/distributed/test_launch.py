@@ -37,7 +37,7 @@ def echo(tmp_path: Path) -> Path:
     return path
 
 
-def test_words_before_the_dashes_go_to_torchrun(echo: Path) -> None:
+def test_words_before_the_dashes_go_to_torchrun(echo: Path, tmp_path: Path) -> None:
     def launched(*words: str, **variables: str) -> list[str]:
         environment = environment_of(PYTHON=str(echo), **variables)
         done = subprocess.run(
@@ -55,6 +55,14 @@ def test_words_before_the_dashes_go_to_torchrun(echo: Path) -> None:
         "-m", "torch.distributed.run", "--nproc-per-node=8", "--nnodes=2", "--rdzv-endpoint=h:1",
         *train, str(DEBUG), "--x.y", "1 2",
     ]  # fmt: skip
+    # Without NGPU: the GPUs that nvidia-smi lists, or one process.
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho GPU 0\necho GPU 1\n")
+    smi.chmod(0o755)
+    path = os.environ["PATH"]
+    assert launched(PATH=f"{tmp_path}:{path}")[2] == "--nproc-per-node=2"
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert launched(PATH=f"{tmp_path}:{path}")[2] == "--nproc-per-node=1"
     assert launched("--max-restarts=1", "--", NGPU="1")[3:5] == ["--max-restarts=1", "--standalone"]
 
 

@@ -60,7 +60,8 @@ def test_every_shipped_file_loads_builds_and_reads_back_equal(name, tmp_path):
 def test_every_paper_flavor_has_its_file():
     paper = [name for name in flavor_names() if re.search(r"\d+x\d+$", name)]
     assert set(FILES) == {name.replace("-", "_") for name in paper} | {
-        "debug", "demo", "demo_dense",
+        "debug", "demo", "demo_dense", "quadrivium_1536x48_h200x4", "quadrivium_1536x48_h200x8",
+        "quadrivium_3b_h200x16", "quadrivium_8b_h200x32",
     }  # fmt: skip
 
 
