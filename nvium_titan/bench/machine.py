@@ -14,6 +14,13 @@ MATTERING_FLAGS = (
 )  # fmt: skip
 """Instruction sets that decide how fast a type of weights is."""
 
+PEAK_BF16_TFLOPS = {
+    "A100": 312, "H20-": 148, "H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989,
+    "B200": 2250, "L40S": 362, "L4": 121, "MI250X": 383, "MI300X": 1307,
+}  # fmt: skip
+"""10^12 dense bfloat16 operations per second, from the vendors' data sheets, by a part of the
+device's name; the longest part that fits counts."""
+
 _WATCH_S = 0.5
 
 
@@ -35,6 +42,18 @@ def describe_cpu() -> Cpu:
         flags=[flag for flag in MATTERING_FLAGS if flag in flags],
         busy_cores=_busy_cores(),
     )
+
+
+def peak_flops(device_name: str, *, dtype: str) -> float | None:
+    """Return the operations per second that a GPU can do in bfloat16; None where none is known.
+
+    Example:
+        "NVIDIA H200" in bfloat16 gives 989e12, any CPU gives None.
+    """
+    found = [part for part in PEAK_BF16_TFLOPS if part in device_name]
+    if dtype != "bfloat16" or not found:
+        return None
+    return 1e12 * PEAK_BF16_TFLOPS[max(found, key=len)]
 
 
 def _busy_cores() -> float:

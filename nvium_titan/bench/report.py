@@ -225,7 +225,102 @@ class PromptsReport:
     """One entry per type."""
 
 
-def to_json(report: BenchReport | PromptsReport) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFigures:
+    """Forward and backward of one model, over all pairs."""
+
+    name: str
+    """N-vium, "dense" (the same width) or "twin" (as many parameters)."""
+    num_params: int
+    """Parameters."""
+    tflops: float
+    """10^12 floating-point operations of a step: three times the forward pass (`flops.py`)."""
+    step_ms: Quartiles
+    """Milliseconds of a step."""
+    tokens_per_s: float
+    """At the median."""
+    mfu: float | None
+    """Share of the device's peak that the operations reach; None where no peak is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRatio:
+    """What an N-vium step costs beside another model's, from interleaved pairs."""
+
+    over: str
+    """Name of the other model."""
+    time_ratio: float
+    """Median over the pairs of N-vium's time over the other's."""
+    time_ratio_iqr: float
+    """Interquartile range of the same."""
+    spread: float
+    """time_ratio_iqr / time_ratio."""
+    conclusive: bool
+    """Whether the spread is small enough; if not, this run shows nothing and must be repeated."""
+    flop_ratio: float
+    """N-vium's operations over the other's."""
+    cost: float
+    """time_ratio / flop_ratio: 1 where a step costs what its operations say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossMemory:
+    """Peak of the tensors that the loss makes, beside a dense chunk with as many live logits.
+
+    Exit states and their gradients are the model's and are left out.
+    """
+
+    live_logit_rows: int
+    """Rows of logits that are alive together: exits times tokens of a chunk."""
+    nvium_mb: float
+    """Megabytes (10^6) at the peak of the mixture loss."""
+    dense_mb: float
+    """The same of the dense loss, in chunks of as many rows."""
+    ratio: float
+    """nvium_mb / dense_mb."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainReport:
+    """One `nvium bench train`."""
+
+    config_file: str
+    """The configuration."""
+    exits: list[int]
+    """Layers run at each exit."""
+    batch: int
+    """Sequences of a step."""
+    seq_len: int
+    """Tokens of each."""
+    dtype: str
+    """Type of weights and activations."""
+    device: str
+    """Where it ran: the GPU's name, or cpu."""
+    is_compiled: bool
+    """Whether the layers were compiled."""
+    num_pairs_wanted: int
+    """Pairs asked for; an interrupted run has fewer."""
+    num_pairs: int
+    """Rounds in which every model made one step."""
+    seed: int
+    """Decides weights and tokens."""
+    threads: int
+    """CPU threads."""
+    cpu: Cpu
+    """The machine."""
+    versions: dict[str, str]
+    """Of nvium_titan and torch."""
+    command: str
+    """What was typed."""
+    systems: list[StepFigures]
+    """N-vium first, then dense, then the twin."""
+    ratios: list[StepRatio]
+    """N-vium over each other model."""
+    loss_memory: LossMemory
+    """Of the mixture loss."""
+
+
+def to_json(report: BenchReport | PromptsReport | TrainReport) -> str:
     """Return a report as one line of JSON."""
     return json.dumps(asdict(report), ensure_ascii=False, allow_nan=False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from nvium_titan.cli.common import progress
+from nvium_titan.cli.common import command_line, progress
 from nvium_titan.errors import BenchError, DependencyError
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ class Bench:
     nvium bench --shape 768x24 --exit-probs .35,.2,.15,.3 --dtypes float32,bfloat16 --peer hf
 
     nvium bench bundles/demo --prompts question.jsonl
+
+    The cost of training: nvium bench train --help
     """
 
     bundle: tyro.conf.Positional[Path | None] = None
@@ -116,7 +117,7 @@ class Bench:
         from nvium_titan.bench.machine import describe_cpu
         from nvium_titan.bench.models import check_dtypes
         from nvium_titan.bench.report import REPORT_FILE, BenchReport, to_json
-        from nvium_titan.cli.bench_tables import print_prompts, print_report
+        from nvium_titan.cli.bench_tables import print_prompts, print_report, warn_if_busy
 
         self._check_numbers()
         dtypes = check_dtypes(self.dtypes)
@@ -126,12 +127,7 @@ class Bench:
             torch.set_num_threads(self.threads)
         measure = self._prepare_prompts() if self.prompts else self._prepare_pairs()
         cpu = describe_cpu()
-        if cpu.is_busy:
-            print(
-                f"nvium: warning: other processes keep {cpu.busy_cores:.1f} cores busy; figures "
-                "show nothing until they are stopped",
-                file=sys.stderr,
-            )
+        warn_if_busy(cpu)
         report, is_complete = measure(dtypes, cpu)
         if self.json:
             print(to_json(report))
@@ -207,7 +203,7 @@ class Bench:
                 threads=_num_threads(),
                 cpu=cpu,
                 versions=_versions(entries),
-                command=_command(),
+                command=command_line(),
                 dtypes=entries,
             )
             return report, entries[-1].num_pairs == self.pairs
@@ -259,7 +255,7 @@ class Bench:
                 threads=_num_threads(),
                 cpu=cpu,
                 versions=_versions([]),
-                command=_command(),
+                command=command_line(),
                 dtypes=entries,
             )
             return prompts_report, entries[-1].is_complete
@@ -356,10 +352,6 @@ def _num_threads() -> int:
     import torch
 
     return torch.get_num_threads()
-
-
-def _command() -> str:
-    return shlex.join(["nvium", *sys.argv[1:]])
 
 
 def _versions(entries: Sequence[DtypeFigures]) -> dict[str, str]:

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nvium_titan.bench.report import OURS, BenchReport, DtypeFigures, PromptsReport
+from nvium_titan.bench.report import (
+    OURS,
+    BenchReport,
+    Cpu,
+    DtypeFigures,
+    PromptsReport,
+    TrainReport,
+)
 from nvium_titan.cli.common import shown
 
 _WIDTH = 112
+
+
+def warn_if_busy(cpu: Cpu) -> None:
+    """Say on stderr that others use the machine, if they do."""
+    if cpu.is_busy:
+        print(
+            f"nvium: warning: other processes keep {cpu.busy_cores:.1f} cores busy; figures "
+            "show nothing until they are stopped",
+            file=sys.stderr,
+        )
 
 
 def print_report(report: BenchReport) -> None:
@@ -28,7 +46,7 @@ def print_report(report: BenchReport) -> None:
         _print_entry(entry, num_pairs_wanted=report.num_pairs_wanted)
 
 
-def _print_machine(report: BenchReport | PromptsReport) -> None:
+def _print_machine(report: BenchReport | PromptsReport | TrainReport) -> None:
     cpu = report.cpu
     threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
     print(
@@ -138,4 +156,59 @@ def print_prompts(report: PromptsReport) -> None:
             f"mean of the categories {entry.ratio:.2f}x (limit {entry.limit:.2f}x at exit shares "
             f"{shown(entry.exit_shares)})\nms/token: all time over all tokens, the prompt's time "
             "included; tokens/s: after the first token; cut: prompts longer than the context"
+        )
+
+
+def print_training(report: TrainReport) -> None:
+    """Print what a training step costs, a row for each model."""
+    print(
+        f"{report.config_file}, exits after layers {', '.join(map(str, report.exits))}\n"
+        f"forward and backward of {report.batch} x {report.seq_len} tokens, seed {report.seed}"
+    )
+    _print_machine(report)
+    compiled = ", layers compiled" if report.is_compiled else ""
+    pairs = f"{report.num_pairs} interleaved pairs"
+    if report.num_pairs < report.num_pairs_wanted:
+        pairs += f" (interrupted; {report.num_pairs_wanted} were asked for)"
+    print(f"\n{report.dtype} on {report.device}{compiled}, {pairs}")
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("model", no_wrap=True)
+    for title in (
+        "parameters", "TFLOP", "ms/step", "quartiles", "tokens/s", "MFU", "time", "FLOPs",
+        "time/FLOPs", "spread",
+    ):  # fmt: skip
+        table.add_column(title, justify="right", no_wrap=True)
+    for system, ratio in zip(report.systems, [None, *report.ratios], strict=True):
+        ms = system.step_ms
+        cells = ["", "", "", ""]
+        if ratio is not None:
+            doubt = "" if ratio.conclusive else " ?"
+            cells = [
+                f"{ratio.time_ratio:.3f}x",
+                f"{ratio.flop_ratio:.3f}x",
+                f"{ratio.cost:.3f}",
+                f"{ratio.spread:.1%}{doubt}",
+            ]
+        table.add_row(
+            system.name,
+            f"{system.num_params / 1e6:.1f} M",
+            f"{system.tflops:.3g}",
+            f"{ms.median:.4g}",
+            f"{ms.q1:.4g} - {ms.q3:.4g}",
+            f"{system.tokens_per_s:.4g}",
+            "-" if system.mfu is None else f"{system.mfu:.1%}",
+            *cells,
+            style="bold" if system.name == "N-vium" else None,
+        )
+    Console(width=_WIDTH).print(table)
+    print("time, FLOPs: N-vium's over that model's; time/FLOPs 1 is what the operations say")
+    memory = report.loss_memory
+    print(
+        f"loss memory {memory.nvium_mb:.1f} MB, of dense {memory.dense_mb:.1f} MB at as many live "
+        f"logits ({memory.live_logit_rows} rows): {memory.ratio:.3f}x"
+    )
+    if not all(ratio.conclusive for ratio in report.ratios):
+        print(
+            "The pairs disagree too much: this run shows nothing. Stop what else is running and "
+            "repeat it."
         )

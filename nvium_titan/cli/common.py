@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +35,7 @@ def load(path: Path, *, dtype: str | None, device: str) -> LoadedModel:
 
 
 @contextmanager
-def progress(title: str, *, total: int) -> Iterator[Callable[[int], None]]:
+def progress(title: str, *, total: int | None) -> Iterator[Callable[[int], None]]:
     """Give a function that takes what is done; a bar appears on stderr after five seconds."""
     from rich.console import Console
     from rich.progress import Progress
@@ -58,6 +60,11 @@ def progress(title: str, *, total: int) -> Iterator[Callable[[int], None]]:
     finally:
         if bar.live.is_started:
             bar.stop()
+
+
+def command_line() -> str:
+    """Return the command as it was typed, for a report."""
+    return shlex.join(["nvium", *sys.argv[1:]])
 
 
 def shown(value: Any) -> str:

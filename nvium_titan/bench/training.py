@@ -1,0 +1,271 @@
+"""What an N-vium training step costs beside a dense one: steps in turns, in one process.
+
+A step is forward, loss and backward of one micro-batch, as the trainer runs them, without optimizer
+and without activation checkpointing (whose second forward is not in the FLOPs). The loss is the
+training one for every model: dense is an N-vium with one exit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nvium_titan.bench.machine import peak_flops
+from nvium_titan.bench.memory import LiveBytes
+from nvium_titan.bench.report import LossMemory, StepFigures, StepRatio
+from nvium_titan.bench.statistics import paired_ratio, quartiles
+from nvium_titan.flavors import dense_twin
+from nvium_titan.flops import ModelDims, count_params, forward_flops
+from nvium_titan.loss import MixtureLoss
+from nvium_titan.model import model_spec
+
+if TYPE_CHECKING:
+    from nvium_titan.model.model import NviumModel
+
+_FORWARDS_PER_STEP = 3
+"""A backward pass is two forward passes of matmuls."""
+_WARMUP_STEPS = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainComparison:
+    """What to compare, and how often."""
+
+    dims: ModelDims
+    """The N-vium."""
+    loss: MixtureLoss.Config
+    """Its loss; the chunks are those of every model."""
+    batch: int
+    """Sequences of a step."""
+    seq_len: int
+    """Tokens of each."""
+    dtype: torch.dtype
+    """Type of weights and activations."""
+    device: torch.device
+    """Where to run."""
+    compiles: bool
+    """Whether to compile each layer."""
+    with_twin: bool
+    """Whether to run the parameter-matched dense."""
+    num_pairs: int
+    """Pairs to run."""
+    seed: int
+    """Decides weights and tokens."""
+
+    def models(self) -> dict[str, ModelDims]:
+        """Return the shapes to run by name, N-vium first."""
+        bare = dataclasses.replace(self.dims, exit_layers=(), router_dim=0, adapter_dim=0)
+        models = {"N-vium": self.dims, "dense": bare}
+        return models | {"twin": dense_twin(self.dims)} if self.with_twin else models
+
+    @property
+    def num_runs(self) -> int:
+        """Steps of all models, warm-up included."""
+        return (_WARMUP_STEPS + self.num_pairs) * len(self.models())
+
+    @property
+    def device_name(self) -> str:
+        """The GPU's name, or "cpu"."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return self.device.type
+
+
+class TrainingSystem:
+    """One model with its loss, ready to make steps on one fixed micro-batch."""
+
+    def __init__(self, name: str, dims: ModelDims, comparison: TrainComparison) -> None:
+        self.name, self.dims, self._comparison = name, dims, comparison
+        torch.manual_seed(comparison.seed)
+        with torch.device(comparison.device):
+            self._model: NviumModel = model_spec(dims, flavor=name).model.build()
+            with torch.no_grad():
+                self._model.init_weights(buffer_device=None)
+            shape = (comparison.batch, comparison.seq_len)
+            self._tokens_BT = torch.randint(dims.vocab_size, shape)
+            self._labels_BT = torch.randint(dims.vocab_size, shape)
+            self._positions_BT = torch.arange(comparison.seq_len).expand(shape)
+            self._num_valid = torch.tensor(self._labels_BT.numel())
+        for parameter in self._model.parameters():
+            # Not the buffers: rotary frequencies are complex.
+            parameter.data = parameter.data.to(comparison.dtype)
+        if comparison.compiles:
+            for layer in self._model.layers.values():
+                layer.compile(fullgraph=True)
+        self._loss = make_loss(
+            self._model.lm_head, dims, config=comparison.loss, device=comparison.device
+        )
+
+    def run(self) -> float:
+        """Make a step; returns its seconds, without those of clearing the gradients."""
+        self._model.zero_grad(set_to_none=True)
+        _wait_for(self._comparison.device)
+        start = time.perf_counter()
+        masks = self._model.get_attention_masks(self._positions_BT)
+        pred = self._model(self._tokens_BT, positions=self._positions_BT, attention_masks=masks)
+        loss, _ = self._loss(pred, self._labels_BT, self._num_valid)
+        torch.autograd.backward(loss)
+        _wait_for(self._comparison.device)
+        return time.perf_counter() - start
+
+    def profile(self, path: Path) -> None:
+        """Write the trace of a step, for chrome://tracing or Perfetto."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._comparison.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities, record_shapes=True) as trace:
+            self.run()
+        trace.export_chrome_trace(str(path))
+
+    @property
+    def flops_per_step(self) -> int:
+        """Floating-point operations of a step."""
+        comparison = self._comparison
+        per_token = sum(forward_flops(self.dims, seq_len=comparison.seq_len).values())
+        return _FORWARDS_PER_STEP * per_token * comparison.batch * comparison.seq_len
+
+    def figures(self, times_s: Sequence[float]) -> StepFigures:
+        """Return what the steps of all pairs say."""
+        ms = quartiles([1000 * seconds for seconds in times_s])
+        comparison = self._comparison
+        peak = peak_flops(
+            comparison.device_name, dtype=str(comparison.dtype).removeprefix("torch.")
+        )
+        return StepFigures(
+            name=self.name,
+            num_params=sum(count_params(self.dims).values()),
+            tflops=self.flops_per_step / 1e12,
+            step_ms=ms,
+            tokens_per_s=1000 * comparison.batch * comparison.seq_len / ms.median,
+            mfu=None if peak is None else self.flops_per_step / (ms.median / 1000 * peak),
+        )
+
+
+def make_loss(
+    head: torch.nn.Module, dims: ModelDims, *, config: MixtureLoss.Config, device: torch.device
+) -> MixtureLoss:
+    """Return the training loss of a shape, in its main phase."""
+    loss = MixtureLoss(config)
+    loss.bind(head, dims.plan, vocab_size=dims.vocab_size, device=device)
+    loss.start_step(1, num_steps=0)
+    return loss
+
+
+def run_pairs(
+    systems: Sequence[TrainingSystem], *, num_pairs: int, on_run: Callable[[], None]
+) -> list[list[float]]:
+    """Return the seconds of every step: for each pair those of each system.
+
+    The order is turned round from pair to pair. An interrupt (Ctrl-C) ends the pairs.
+
+    Args:
+        systems: What to run, warmed up here.
+        num_pairs: Rounds in which each makes one step.
+        on_run: Called after every step, warm-up included.
+
+    Raises:
+        KeyboardInterrupt: If interrupted before the first pair is done.
+    """
+    for system in systems:
+        for _ in range(_WARMUP_STEPS):
+            system.run()
+            on_run()
+    pairs: list[list[float]] = []
+    try:
+        for number in range(num_pairs):
+            times: dict[int, float] = {}
+            order = range(len(systems))
+            for index in order if number % 2 == 0 else reversed(order):
+                times[index] = systems[index].run()
+                on_run()
+            pairs.append([times[index] for index in order])
+    except KeyboardInterrupt:
+        if not pairs:
+            raise
+    return pairs
+
+
+def step_ratios(
+    systems: Sequence[TrainingSystem], pairs: Sequence[Sequence[float]]
+) -> list[StepRatio]:
+    """Return what a step of the first system costs beside one of every other."""
+    ours, *others = systems
+    our_times, *other_times = zip(*pairs, strict=True)
+    ratios = []
+    for other, times in zip(others, other_times, strict=True):
+        found = paired_ratio(other.name, our_times, times)
+        flop_ratio = ours.flops_per_step / other.flops_per_step
+        ratios.append(
+            StepRatio(
+                over=other.name,
+                time_ratio=found.ratio,
+                time_ratio_iqr=found.ratio_iqr,
+                spread=found.spread,
+                conclusive=found.conclusive,
+                flop_ratio=flop_ratio,
+                cost=found.ratio / flop_ratio,
+            )
+        )
+    return ratios
+
+
+def measure_loss_memory(comparison: TrainComparison) -> LossMemory:
+    """Return the peak of the mixture loss beside a dense one with as many live rows of logits."""
+    dims, seq_len = comparison.dims, comparison.seq_len
+    num_exits = dims.plan.num_exits
+    chunk = math.ceil(seq_len / comparison.loss.num_chunks)
+    dense_chunk = min(seq_len, num_exits * chunk)
+    dense_loss = dataclasses.replace(comparison.loss, num_chunks=math.ceil(seq_len / dense_chunk))
+    bare = comparison.models()["dense"]
+    nvium_bytes = _loss_peak(comparison, dims, comparison.loss)
+    dense_bytes = _loss_peak(comparison, bare, dense_loss)
+    return LossMemory(
+        live_logit_rows=comparison.batch * num_exits * chunk,
+        nvium_mb=nvium_bytes / 1e6,
+        dense_mb=dense_bytes / 1e6,
+        ratio=nvium_bytes / dense_bytes,
+    )
+
+
+def _loss_peak(comparison: TrainComparison, dims: ModelDims, config: MixtureLoss.Config) -> int:
+    """Return the peak bytes of what the loss makes, without the gradients of the exit states."""
+    torch.manual_seed(comparison.seed)
+    with torch.device(comparison.device):
+        head = torch.nn.Linear(dims.dim, dims.vocab_size, bias=False, dtype=comparison.dtype)
+        batch = (comparison.batch, comparison.seq_len)
+        labels_BT = torch.randint(dims.vocab_size, batch)
+        num_exits = dims.plan.num_exits
+        o_EBTD = torch.randn(num_exits, *batch, dims.dim, dtype=comparison.dtype)
+        z_JBT = torch.randn(num_exits - 1, *batch)
+    loss = make_loss(head, dims, config=config, device=comparison.device)
+    return loss_peak_bytes(loss, (o_EBTD.requires_grad_(), z_JBT.requires_grad_()), labels_BT)
+
+
+def loss_peak_bytes(loss: MixtureLoss, pred: tuple[Tensor, Tensor], labels_BT: Tensor) -> int:
+    """Return the peak bytes of what a loss and its backward make.
+
+    Exit states and their gradients are the model's: they are not counted.
+
+    Args:
+        loss: With its head.
+        pred: Exit states (E, B, T, D) and router logits (J, B, T), leaves that take gradients.
+        labels_BT: Next tokens, (B, T).
+    """
+    num_valid = torch.tensor(labels_BT.numel(), device=labels_BT.device)
+    with LiveBytes() as live:
+        value, _ = loss(pred, labels_BT, num_valid)
+        torch.autograd.backward(value)
+    return live.peak - int(pred[0].nbytes)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

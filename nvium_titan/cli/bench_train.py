@@ -1,0 +1,172 @@
+"""`nvium bench train`: what an N-vium training step costs beside a dense one."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from nvium_titan.cli.common import command_line, progress
+from nvium_titan.errors import BenchError
+
+if TYPE_CHECKING:
+    from nvium_titan.bench.training import TrainComparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchTrain:
+    """Measure what a training step costs beside a dense model's, in one process, taking turns.
+
+    A step is forward, loss and backward of random tokens, without optimizer and recomputation.
+    Dense is the same width and depth with one exit and no adapter. Close everything else first:
+    the figures show nothing otherwise.
+
+    nvium bench train --config-file train_configs/quadrivium-768x24.toml
+    """
+
+    config_file: Path
+    """The TOML file of a training run; its model, [loss] and [training] seq_len count."""
+
+    pairs: int = 5
+    """Rounds in which every model makes one step."""
+
+    batch: int = 1
+    """Sequences of a step."""
+
+    seq_len: int | None = None
+    """Tokens of each; default: those of the file."""
+
+    twin: bool = False
+    """Also run the dense model with as many parameters (a wider MLP)."""
+
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of weights and activations; default: float32 on a CPU, otherwise bfloat16."""
+
+    device: str | None = None
+    """cpu, cuda or cuda:N; default: the GPU if there is one."""
+
+    compile: bool = False
+    """Compile each layer, as [compile] enable = true does."""
+
+    threads: int | None = None
+    """CPU threads; default: as torch sets them."""
+
+    seed: int = 0
+    """Decides weights and tokens."""
+
+    profile: Path | None = None
+    """Folder for a torch profiler trace of one step of each model."""
+
+    json: bool = False
+    """Print one JSON object."""
+
+    def run(self) -> None:
+        """Measure and print; after Ctrl-C what there is so far.
+
+        Raises:
+            BenchError: If a number is impossible, or there is no such device.
+            ConfigError: If the file is wrong.
+            KeyboardInterrupt: After the figures of an interrupted run have been printed.
+        """
+        from nvium_titan import __version__, compat
+
+        compat.require_torchtitan()
+        compat.use_cpu_without_accelerator()
+        import torch
+
+        from nvium_titan.bench.machine import describe_cpu
+        from nvium_titan.bench.report import TrainReport, to_json
+        from nvium_titan.bench.training import (
+            TrainingSystem,
+            measure_loss_memory,
+            run_pairs,
+            step_ratios,
+        )
+        from nvium_titan.cli.bench_tables import print_training, warn_if_busy
+
+        comparison = self._comparison()
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        cpu = describe_cpu()
+        warn_if_busy(cpu)
+        loss_memory = measure_loss_memory(comparison)
+        systems = [
+            TrainingSystem(name, dims, comparison) for name, dims in comparison.models().items()
+        ]
+        with progress("steps", total=comparison.num_runs) as report_done:
+            done = itertools.count(1)
+            pairs = run_pairs(systems, num_pairs=self.pairs, on_run=lambda: report_done(next(done)))
+        times = zip(*pairs, strict=True)
+        report = TrainReport(
+            config_file=str(self.config_file),
+            exits=list(comparison.dims.plan.block_ends),
+            batch=self.batch,
+            seq_len=comparison.seq_len,
+            dtype=str(comparison.dtype).removeprefix("torch."),
+            device=comparison.device_name,
+            is_compiled=self.compile,
+            num_pairs_wanted=self.pairs,
+            num_pairs=len(pairs),
+            seed=self.seed,
+            threads=torch.get_num_threads(),
+            cpu=cpu,
+            versions={"nvium_titan": __version__, "torch": torch.__version__},
+            command=command_line(),
+            systems=[system.figures(t) for system, t in zip(systems, times, strict=True)],
+            ratios=step_ratios(systems, pairs),
+            loss_memory=loss_memory,
+        )
+        if self.json:
+            print(to_json(report))
+        else:
+            print_training(report)
+        if len(pairs) < self.pairs:
+            raise KeyboardInterrupt
+        if self.profile is not None:
+            self.profile.mkdir(parents=True, exist_ok=True)
+            for system in systems:
+                path = self.profile / f"{system.name}.json"
+                system.profile(path)
+                print(f"wrote {path}", file=sys.stderr)
+
+    def _comparison(self) -> TrainComparison:
+        import torch
+
+        from nvium_titan.bench.training import TrainComparison
+        from nvium_titan.config import load_config
+        from nvium_titan.trainer import NviumTrainer
+
+        for name in ("pairs", "batch", "seq_len", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BenchError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        has_gpu = torch.cuda.is_available()
+        device = self.device or ("cuda" if has_gpu else "cpu")
+        if device.startswith("cuda") and not has_gpu:
+            raise BenchError(f"--device {device}: torch sees no CUDA GPU here; use cpu")
+        config = load_config(NviumTrainer.Config(), self.config_file)
+        dims = config.model_spec.model.dims
+        seq_len = self.seq_len or config.training.seq_len
+        if seq_len > dims.max_seq_len:
+            raise BenchError(
+                f"--seq-len {seq_len}: the model is declared for max_seq_len={dims.max_seq_len}"
+            )
+        if not dims.exit_layers:
+            raise BenchError(
+                f"{self.config_file}: a model with one exit is dense; give the file of an N-vium"
+            )
+        dtype = self.dtype or ("float32" if device == "cpu" else "bfloat16")
+        return TrainComparison(
+            dims=dims,
+            loss=config.loss,
+            batch=self.batch,
+            seq_len=seq_len,
+            dtype=getattr(torch, dtype),
+            device=torch.device(device),
+            compiles=self.compile,
+            with_twin=self.twin,
+            num_pairs=self.pairs,
+            seed=self.seed,
+        )
