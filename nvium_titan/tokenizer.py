@@ -7,6 +7,7 @@ decoder, the stream: `decode` is its concatenation, so streamed text and text de
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -51,6 +52,11 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int | None:
         """The id that ends a document, if there is one."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of what decides the ids of a text: kind, model file and special ids."""
         ...
 
     def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]:
@@ -105,6 +111,11 @@ class _Base:
     bos_id: int | None
     eos_id: int | None
 
+    @property
+    def fingerprint(self) -> str:
+        special = f"{self.kind} {self.vocab_size} {self.bos_id} {self.eos_id} "
+        return hashlib.sha256(special.encode() + self._model_bytes()).hexdigest()
+
     def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]:
         ids = self._encode_text(text.encode("utf-8", "replace").decode("utf-8"))
         bos = [self.bos_id] if add_bos and self.bos_id is not None else []
@@ -127,6 +138,9 @@ class _Base:
     def _new_stream(self) -> TextStream:
         raise NotImplementedError
 
+    def _model_bytes(self) -> bytes:
+        raise NotImplementedError
+
     def _check_id(self, token_id: int) -> None:
         if not 0 <= token_id < self.vocab_size:
             raise TokenizerError(
@@ -147,6 +161,9 @@ class ByteTokenizer(_Base):
 
     def _new_stream(self) -> TextStream:
         return ByteStream(self._token_bytes, strip_first_space=False)
+
+    def _model_bytes(self) -> bytes:
+        return b""
 
     def _token_bytes(self, token_id: int) -> bytes:
         self._check_id(token_id)
@@ -204,6 +221,9 @@ class SentencePieceTokenizer(_Base):
 
     def _new_stream(self) -> TextStream:
         return ByteStream(self._token_bytes, strip_first_space=self._strips_first_space)
+
+    def _model_bytes(self) -> bytes:
+        return bytes(self._model.serialized_model_proto())
 
     def _token_bytes(self, token_id: int) -> bytes:
         self._check_id(token_id)
@@ -290,6 +310,10 @@ class HuggingFaceTokenizer(_Base):
 
     def _new_stream(self) -> TextStream:
         return WindowStream(self._decode_window, self._is_text)
+
+    def _model_bytes(self) -> bytes:
+        # Special tokens may come from tokenizer_config.json alone; text cannot spell them.
+        return self._json + repr(sorted(self._special_ids)).encode()
 
     def _decode_window(self, ids: list[int]) -> str:
         return str(self._model.decode(ids, skip_special_tokens=False))

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torchtitan.components.validate import Validator
 
-from nvium_titan.data.datasets import TextDataLoader
+from nvium_titan.data.agreement import in_step
+from nvium_titan.data.datasets import Batch, TextDataLoader
+
+
+@dataclass(frozen=True, kw_only=True)
+class _InStep:
+    """Builds the batches of one pass: at most once through the text, equally many on each rank."""
+
+    config: TextDataLoader.Config
+    hosts: dist.ProcessGroup | None
+
+    def build(self, **kwargs: Any) -> Iterator[Batch]:
+        return in_step(self.config.build(**kwargs), self.hosts)
 
 
 class NviumValidator(Validator):
@@ -25,10 +39,13 @@ class NviumValidator(Validator):
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
-        # One pass at most: local text ends on all ranks at once, so a set smaller than `steps` is
-        # not counted twice. Streams from the hub may end apart, and start over as in torchtitan.
-        is_stream = bool(config.dataloader.dataset)
-        self.dl_config = replace(config.dataloader, infinite=is_stream and config.steps != -1)
+        # One pass at most, so a set smaller than `steps` is not counted twice.
+        self._data = replace(config.dataloader, infinite=False)
+        self.bind(None)
+
+    def bind(self, hosts: dist.ProcessGroup | None) -> None:
+        """Set the group over which the ranks agree on each batch (`host_group`)."""
+        self.dl_config = _InStep(config=self._data, hosts=hosts)
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Run the validation set once and log it as split `val`."""

@@ -151,7 +151,7 @@ def _held_out() -> Iterator[str]:
     Raises:
         DataError: If this Python has no documentation installed.
     """
-    from nvium_titan.data.documents import TextStore
+    from nvium_titan.data.documents import Document, TextStore
     from nvium_titan.data.python_docs import python_docs
     from nvium_titan.data.sources import IndexedSource
 
@@ -162,7 +162,7 @@ def _held_out() -> Iterator[str]:
             "this Python has no documentation to measure the perplexity on; give --text FILE"
         ) from error
     source = IndexedSource(store, name="python_docs", split="validation", seed=0)
-    return (document.text for document in source.documents())
+    return (item.text for item in source.documents() if isinstance(item, Document))
 
 
 def _perplexity(model: LoadedModel, documents: Sequence[EncodedDocument], *, title: str) -> float:

@@ -11,45 +11,37 @@ Letters: T tokens of a sequence.
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import ParallelAwareDataloader
 
-from nvium_titan.data.documents import Document, Store, TextStore, open_files
-from nvium_titan.data.hub import hub_source
+from nvium_titan.data.documents import Split, Store, TextStore, open_files
+from nvium_titan.data.encoding import Encoder, Ids, encode_document
+from nvium_titan.data.hub import open_dataset
 from nvium_titan.data.python_docs import python_docs
-from nvium_titan.data.sources import IndexedSource, Source, Split
+from nvium_titan.data.shards import ShardStore, is_prepared
+from nvium_titan.data.sources import IndexedSource, Source, StreamSource
 from nvium_titan.errors import ConfigError, DataError, TokenizerError
 
 logger = logging.getLogger(__name__)
 
 IGNORED_LABEL = -100
 """The label of padding, which no loss counts."""
+VERIFIED_TOKENS = 1 << 27
+"""Prepared folders up to this size are read whole before training; of larger ones each document is
+checked when its turn comes, and `nvium data check` reads them whole."""
 
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
-
-
-class Encoder(Protocol):
-    """What packing asks of a tokenizer."""
-
-    @property
-    def bos_id(self) -> int | None:
-        """The id that starts a document, if there is one."""
-        ...
-
-    @property
-    def eos_id(self) -> int | None:
-        """The id that ends a document."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone."""
-        ...
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Share(NamedTuple):
@@ -72,9 +64,13 @@ class PackedTextDataset(IterableDataset, Stateful):
     """Sequences of exactly `seq_len` tokens from the documents of a source, for one rank.
 
     Every rank walks the whole order and keeps its share, so the order of training does not depend
-    on the number of ranks, and all ranks have equally many sequences. (A stream from the hub is
-    divided by documents instead.) Without `infinite` there is one epoch: the last sequence is
-    padded, and padding fills the last batch of every rank, so each token counts exactly once.
+    on the number of ranks, and all ranks have equally many sequences. So every rank encodes all of
+    a text, which may be too slow for many GPUs; the documents of a prepared folder are encoded
+    already, and to walk them costs little. (A stream from the hub is divided by documents instead.)
+    The walk stops only where each rank has had its turn, so the
+    position is the same on all of them, and any number of ranks can go on from it. Without
+    `infinite` there is one epoch: the last sequence is padded, and padding fills the last batch of
+    every rank, so each token counts exactly once.
     """
 
     def __init__(
@@ -86,9 +82,11 @@ class PackedTextDataset(IterableDataset, Stateful):
         self._share = share
         self._infinite = infinite
         # The rest of the document that the last sequence cut, and where the next one starts.
-        self._ids: list[int] = []
+        self._ids: Ids = np.empty(0, dtype=np.int64)
         self._start = 0
         self._num_sequences = 0
+        # Where the shares are dealt from; sequences before it are passed over.
+        self._first_sequence = 0
         self._num_epoch_tokens = 0
         self._has_warned = False
         # Any id will do: its label is ignored and nothing attends to it.
@@ -99,35 +97,34 @@ class PackedTextDataset(IterableDataset, Stateful):
 
         Each is ({"input": (T,), "positions": (T,)}, labels (T,)), int64.
         """
-        for sample in self._sequences():
+        own: list[Ids] | None = None
+        for runs in self._sequences():
+            index = self._num_sequences - self._first_sequence
             self._num_sequences += 1
-            if self._share.takes(self._num_sequences - 1):
-                yield sample
+            if index >= 0 and self._share.takes(index):
+                own = runs
+            if own is not None and (index + 1) % self._share.num_ranks == 0:
+                yield to_sample(own, seq_len=self._seq_len, pad_id=self._pad_id)
+                own = None
 
-    def _sequences(self) -> Iterator[Sample]:
-        inputs: list[int] = []
-        labels: list[int] = []
-        positions: list[int] = []
+    def _sequences(self) -> Iterator[list[Ids]]:
+        """Yield the runs of ids of each sequence; a run's inputs are all but its last."""
+        runs: list[Ids] = []
+        num_inputs = 0
         for _ in self._encoded_documents():
             while (num_left := len(self._ids) - 1 - self._start) > 0:
-                take = min(num_left, self._seq_len - len(inputs))
-                end = self._start + take
-                inputs += self._ids[self._start : end]
-                labels += self._ids[self._start + 1 : end + 1]
-                positions += range(take)
-                self._start = end
-                if len(inputs) == self._seq_len:
-                    yield _to_sample(inputs, labels, positions)
-                    inputs, labels, positions = [], [], []
+                take = min(num_left, self._seq_len - num_inputs)
+                runs.append(self._ids[self._start : self._start + take + 1])
+                num_inputs += take
+                self._start += take
+                if num_inputs == self._seq_len:
+                    yield runs
+                    runs, num_inputs = [], 0
         # One epoch is over: pad to whole batches on every rank.
         round_size = self._share.num_ranks * self._share.batch_size
-        while inputs or self._num_sequences % round_size:
-            num_pads = self._seq_len - len(inputs)
-            inputs += [self._pad_id] * num_pads
-            yield _to_sample(
-                inputs, labels + [IGNORED_LABEL] * num_pads, [*positions, *range(num_pads)]
-            )
-            inputs, labels, positions = [], [], []
+        while runs or (self._num_sequences - self._first_sequence) % round_size:
+            yield runs
+            runs = []
 
     def _encoded_documents(self) -> Iterator[None]:
         """Put the ids of one document after another into `self._ids`."""
@@ -136,7 +133,7 @@ class PackedTextDataset(IterableDataset, Stateful):
         while True:
             for document in self._source.documents():
                 self._ids, self._start = encode_document(document, self._tokenizer), 0
-                if self._ids:
+                if len(self._ids):
                     self._num_epoch_tokens += len(self._ids)
                     yield
             self._check_epoch()
@@ -159,10 +156,10 @@ class PackedTextDataset(IterableDataset, Stateful):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: between two sequences of this rank there is no other state."""
+        """Return the position, which does not depend on the rank or the number of ranks."""
         return {
             "source": self._source.state_dict(),
-            "ids": self._ids[self._start :],
+            "ids": self._ids[self._start :].copy(),
             "num_sequences": self._num_sequences,
             "num_epoch_tokens": self._num_epoch_tokens,
         }
@@ -171,22 +168,32 @@ class PackedTextDataset(IterableDataset, Stateful):
         """Go to a position; the sequences that follow are those of an uninterrupted run."""
         self._source.load_state_dict(state["source"])
         self._ids, self._start = state["ids"], 0
-        self._num_sequences = state["num_sequences"]
+        self._num_sequences = self._first_sequence = state["num_sequences"]
         self._num_epoch_tokens = state["num_epoch_tokens"]
+
+    def pass_over(self, num_sequences: int) -> None:
+        """Leave out the sequences of the common order before this one; shares start with it."""
+        self._first_sequence = num_sequences
 
 
 class TextDataLoader(ParallelAwareDataloader):
-    """Batches of packed text from local files, the demo corpus or a data set of torchtitan's."""
+    """Batches of packed text: files, a prepared folder, the demo corpus, a torchtitan data set.
+
+    Its state is a position in the common order of sequences, one for all ranks and worker
+    processes, so a run goes on with any number of either and neither skips nor repeats a sequence.
+    Only of a stream from the hub does each rank keep its own.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
         """Set exactly one of `path`, `corpus` and `dataset`."""
 
         path: str | list[str] = ""
-        """Files, folders or globs. A .jsonl or .json row is a document, any other file is one."""
+        """Files, folders or globs. A .jsonl, .json or .parquet row is a document, any other file
+        is one. Or one folder of `nvium data prepare`, which gives the same sequences."""
 
         text_column: str = "text"
-        """The key of a JSON row that holds the text."""
+        """The key of a row that holds the text."""
 
         corpus: Literal["", "python_docs"] = ""
         """Built-in text: `python_docs`, the documentation installed with Python."""
@@ -207,7 +214,7 @@ class TextDataLoader(ParallelAwareDataloader):
             Raises:
                 ConfigError: If there are several, or a key does not go with the others.
             """
-            given = self._given()
+            given = [key for key in ("path", "corpus", "dataset") if getattr(self, key)]
             if len(given) > 1:
                 raise ConfigError(
                     f"{' and '.join(given)} are both set: keep one, set the others to ''"
@@ -217,43 +224,94 @@ class TextDataLoader(ParallelAwareDataloader):
                     f"dataset_path={self.dataset_path!r} is where a named dataset lies, but "
                     "dataset is not set; for files of your own set path"
                 )
+            self._check_split(self.dataset)
+
+        def _check_split(self, dataset: str) -> None:
             # The validator's own default is split="validation": right with such a data set.
-            if self.split == "validation" and self.dataset and "validation" not in self.dataset:
+            if self.split == "validation" and dataset and "validation" not in dataset:
                 raise ConfigError(
-                    f"split='validation' is for path and corpus; dataset={self.dataset!r} names "
+                    f"split='validation' is for path and corpus; dataset={dataset!r} names "
                     "its own, such as c4_validation"
                 )
 
-        def _given(self) -> list[str]:
-            return [key for key in ("path", "corpus", "dataset") if getattr(self, key)]
-
-        def source(self, *, dp_rank: int = 0, dp_world_size: int = 1) -> Source:
-            """Return the documents.
+        def open(
+            self, *, dp_rank: int = 0, dp_world_size: int = 1
+        ) -> Store | ShardStore | StreamSource:
+            """Return the documents as they lie: by index, or as a stream.
 
             Raises:
-                ConfigError: If nothing says where to read.
+                ConfigError: If nothing says where to read, or the split is not there.
                 DataError: If the data is missing or malformed.
             """
-            if not self._given():
-                raise ConfigError(
-                    "no training text: set path, corpus or dataset under [dataloader], "
-                    'for example path = "my_text.txt" or corpus = "python_docs"'
-                )
             if self.dataset:
-                return hub_source(
+                return open_dataset(
                     self.dataset,
                     path=self.dataset_path,
-                    seed=self.seed,
                     dp_rank=dp_rank,
                     dp_world_size=dp_world_size,
                 )
             if self.corpus:
-                store: Store = TextStore(python_docs())
-                name = f"corpus {self.corpus!r}, split {self.split!r}"
-            else:
-                store = open_files(self.path, text_column=self.text_column)
-                name = f"path {self.path!r}, split {self.split!r}"
-            return IndexedSource(store, name=name, split=self.split, seed=self.seed)
+                return TextStore(python_docs())
+            if not self.path:
+                raise ConfigError(
+                    "no training text: set path, corpus or dataset under [dataloader], "
+                    'for example path = "my_text.txt" or corpus = "python_docs"'
+                )
+            if not is_prepared(self.path):
+                return open_files(self.path, text_column=self.text_column)
+            path = self.path if isinstance(self.path, str) else self.path[0]
+            return ShardStore(Path(path).expanduser())
+
+        def source(
+            self,
+            tokenizer: Encoder | None = None,
+            *,
+            dp_rank: int = 0,
+            dp_world_size: int = 1,
+        ) -> Source:
+            """Return the documents in the order of training.
+
+            Args:
+                tokenizer: A prepared folder must be made with it, if given.
+                dp_rank: This rank.
+                dp_world_size: Ranks that share a stream.
+
+            Raises:
+                ConfigError: If nothing says where to read, or more worker processes than one are
+                    to read a stream.
+                DataError: If the data is missing or malformed.
+                TokenizerError: If a prepared folder was made with another tokenizer.
+            """
+            store = self.open(dp_rank=dp_rank, dp_world_size=dp_world_size)
+            return self._ordered(store, tokenizer)
+
+        def _ordered(
+            self, store: Store | ShardStore | StreamSource, tokenizer: Encoder | None
+        ) -> Source:
+            if isinstance(store, StreamSource):
+                # Each would have to have documents and a position of its own.
+                if self.num_workers > 1:
+                    raise ConfigError(
+                        f"num_workers={self.num_workers}: {store.name} is a stream, which one "
+                        "worker process can read; set num_workers to 1 or 0, or make shards of it "
+                        "with nvium data prepare"
+                    )
+                return store
+            dataset = self.dataset
+            if isinstance(store, ShardStore):
+                if tokenizer is not None:
+                    store.check_tokenizer(tokenizer)
+                dataset = str(store.manifest.plan.text.get("dataset", ""))
+                self._check_split(dataset)
+            # A data set is one split already.
+            split = "all" if dataset else self.split
+            return IndexedSource(store, name=self._shown(), split=split, seed=self.seed)
+
+        def _shown(self) -> str:
+            if self.dataset:
+                return f"dataset {self.dataset!r}"
+            place = f"corpus {self.corpus!r}" if self.corpus else f"path {self.path!r}"
+            return f"{place}, split {self.split!r}"
 
         def check(self, tokenizer: Encoder) -> None:
             """Look for the first document, so that a run without text ends before it starts.
@@ -261,12 +319,16 @@ class TextDataLoader(ParallelAwareDataloader):
             Raises:
                 ConfigError: If nothing says where to read.
                 DataError: If the data is missing, malformed or has no text.
-                TokenizerError: If the tokenizer has no end token.
+                TokenizerError: If the tokenizer has no end token, or is not the one that prepared
+                    the data.
             """
             _check_end_token(tokenizer)
-            source = self.source()
-            if not any(encode_document(document, tokenizer) for document in source.documents()):
+            store = self.open()
+            source = self._ordered(store, tokenizer)
+            if not any(len(encode_document(d, tokenizer)) for d in source.documents()):
                 raise DataError(_no_text(source))
+            if isinstance(store, ShardStore) and store.manifest.num_tokens <= VERIFIED_TOKENS:
+                store.verify()
 
     def __init__(
         self,
@@ -297,8 +359,14 @@ class TextDataLoader(ParallelAwareDataloader):
             TokenizerError: If the tokenizer has no end token.
         """
         _check_end_token(tokenizer)
-        source = config.source(dp_rank=dp_rank, dp_world_size=dp_world_size)
+        source = config.source(tokenizer, dp_rank=dp_rank, dp_world_size=dp_world_size)
         rank, num_ranks = (0, 1) if source.is_sharded else (dp_rank, dp_world_size)
+        self._state_key = f"rank_{dp_rank}_of_{dp_world_size}" if source.is_sharded else "position"
+        self._round_size = num_ranks * local_batch_size
+        self._num_sequences = 0
+        self._has_started = False
+        self._held: dict[str, Any] | None = None
+        self._shape = (local_batch_size, seq_len)
         dataset = PackedTextDataset(
             source,
             tokenizer,
@@ -318,15 +386,49 @@ class TextDataLoader(ParallelAwareDataloader):
             snapshot_every_n_steps=snapshot_every_n_steps,
         )
 
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield this rank's batches from the present position on."""
+        self._has_started = True
+        for batch in super().__iter__():
+            self._num_sequences += self._round_size
+            yield batch
 
-def encode_document(document: Document, tokenizer: Encoder) -> list[int]:
-    """Return the ids of a document, BOS and EOS included; none if it has no text."""
-    ids = tokenizer.encode(document.text) if document.text.strip() else []
-    if not ids:
-        return []
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    eos = [tokenizer.eos_id] if document.is_end and tokenizer.eos_id is not None else []
-    return [*bos, *ids, *eos]
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the last batch: sequences so far, and a walk to there."""
+        if self._held is not None:
+            return self._held
+        walked = self.dataset.state_dict()
+        if self.num_workers and self._has_started:
+            # Their walks are in step snapshots, none of them ahead; the furthest has least to redo.
+            snapshot = StatefulDataLoader.state_dict(self)["_snapshot"]
+            walks = [worker["dataset_state"] for worker in snapshot["_worker_snapshots"].values()]
+            walked = max(walks, key=lambda walk: walk["num_sequences"])
+        # Bytes, or a checkpoint would hold every number of it as an entry of its own.
+        position = {"num_sequences": self._num_sequences, "walked": walked}
+        return {self._state_key: pickle.dumps(position)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a position that any number of ranks and worker processes saved.
+
+        Args:
+            state_dict: From `state_dict`; empty leaves the position alone.
+        """
+        if not state_dict:
+            return
+        position = pickle.loads(state_dict[self._state_key])
+        self._num_sequences = position["num_sequences"]
+        self.dataset.load_state_dict(position["walked"])
+        self.dataset.pass_over(self._num_sequences)
+
+    def hold(self, state: dict[str, Any]) -> None:
+        """Let `state_dict` return this earlier one from now on: a step could not be run."""
+        self._held = state
+
+    def padding(self) -> Batch:
+        """Return a batch without a label that counts, for a rank whose text has ended."""
+        batch_size, seq_len = self._shape
+        sample = to_sample([], seq_len=seq_len, pad_id=0)
+        return default_collate([sample] * batch_size)
 
 
 def _check_end_token(tokenizer: Encoder) -> None:
@@ -342,8 +444,26 @@ def _no_text(source: Source) -> str:
     return f"{source.name}: no text to train on{faults}; fix [dataloader]"
 
 
-def _to_sample(inputs: list[int], labels: list[int], positions: list[int]) -> Sample:
+def to_sample(runs: list[Ids], *, seq_len: int, pad_id: int) -> Sample:
+    """Return the sequence of some runs of ids, padded behind them.
+
+    Args:
+        runs: Each of one document; its ids but the last are inputs, its ids but the first labels.
+        seq_len: T, at least the number of inputs.
+        pad_id: Any id: its label is ignored and nothing attends to it.
+    """
+    inputs_T = np.full(seq_len, pad_id, dtype=np.int64)
+    labels_T = np.full(seq_len, IGNORED_LABEL, dtype=np.int64)
+    positions_T = np.empty(seq_len, dtype=np.int64)
+    start = 0
+    for ids in runs:
+        end = start + len(ids) - 1
+        inputs_T[start:end] = ids[:-1]
+        labels_T[start:end] = ids[1:]
+        positions_T[start:end] = np.arange(end - start)
+        start = end
+    positions_T[start:] = np.arange(seq_len - start)
     return (
-        {"input": torch.tensor(inputs), "positions": torch.tensor(positions)},
-        torch.tensor(labels),
+        {"input": torch.from_numpy(inputs_T), "positions": torch.from_numpy(positions_T)},
+        torch.from_numpy(labels_T),
     )

@@ -1,31 +1,36 @@
 """Documents in files: found, indexed and read one at a time, bad ones set aside with their place.
 
-One row of `.jsonl` or `.json` is a document. Any other file is text and one document; if it is long
-it is read in pieces of about `PIECE_BYTES`, cut at a blank line if there is one, of which only the
-last ends the document. So a single large file can be shuffled and split as well.
+One row of `.jsonl`, `.json` or `.parquet` is a document. Any other file is text and one document;
+if it is long it is read in pieces of about `PIECE_BYTES`, cut at a blank line if there is one, of
+which only the last ends the document. So a single large file can be shuffled and split as well.
 """
 
 from __future__ import annotations
 
 import bisect
 import glob
+import hashlib
 import itertools
 import json
 import mmap
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from nvium_titan.errors import DataError
 
 PIECE_BYTES = 8192
 """Longest piece of a text file, give or take half."""
-ROW_SUFFIXES = frozenset({".json", ".jsonl", ".ndjson"})
+ROW_SUFFIXES = frozenset({".json", ".jsonl", ".ndjson", ".parquet"})
 TEXT_SUFFIXES = frozenset(
     {".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts",
      ".go", ".rs", ".sh"}
 )  # fmt: skip
+
+Split = Literal["train", "validation", "all"]
+VALIDATION_PERCENT = 5
+"""Share of the documents that the split "validation" gets and "train" does not."""
 
 
 class Document(NamedTuple):
@@ -88,6 +93,12 @@ class JoinedStore:
         return self._stores[which].read(index - (self._ends[which - 1] if which else 0))
 
 
+def split_of(text: str) -> Split:
+    """Return the split that a document belongs to: by its own text, whatever else there is."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return "validation" if int.from_bytes(digest) % 100 < VALIDATION_PERCENT else "train"
+
+
 class _PieceStore:
     """The pieces of a text file."""
 
@@ -132,7 +143,7 @@ class _LineStore:
             return Rejected(place, "not UTF-8 text")
         except (ValueError, RecursionError) as error:
             return Rejected(place, f"not valid JSON: {error}")
-        return _row_document(row, self._text_column, place)
+        return row_document(row, self._text_column, place)
 
 
 class _RowStore:
@@ -154,7 +165,7 @@ class _RowStore:
 
     def read(self, index: int) -> Document | Rejected:
         place = f"{self._path}: row {index + 1}"
-        return _row_document(self._rows[index], self._text_column, place)
+        return row_document(self._rows[index], self._text_column, place)
 
 
 def open_files(paths: str | Sequence[str], *, text_column: str) -> JoinedStore:
@@ -162,16 +173,15 @@ def open_files(paths: str | Sequence[str], *, text_column: str) -> JoinedStore:
 
     Args:
         paths: Folders are searched for the known suffixes, hidden files left out.
-        text_column: The key of a JSON row that holds the text.
+        text_column: The key of a row that holds the text.
 
     Raises:
         DataError: If a path does not exist or holds no file to read, or if a file of rows has
             none with text under `text_column`.
+        DependencyError: If a file is Parquet and pyarrow is not installed.
     """
-    given = [paths] if isinstance(paths, str) else list(paths)
-    files = dict.fromkeys(file for path in given for file in _find(path))
     stores: list[Store] = []
-    for file in files:
+    for file in find_files(paths):
         try:
             store = _open(file, text_column)
         except OSError as error:
@@ -180,6 +190,16 @@ def open_files(paths: str | Sequence[str], *, text_column: str) -> JoinedStore:
             _refuse_useless(file, store, text_column)
         stores.append(store)
     return JoinedStore(stores)
+
+
+def find_files(paths: str | Sequence[str]) -> list[Path]:
+    """Return the files that `open_files` reads, in its order.
+
+    Raises:
+        DataError: If a path does not exist or holds no file to read.
+    """
+    given = [paths] if isinstance(paths, str) else list(paths)
+    return list(dict.fromkeys(file for path in given for file in _find(path)))
 
 
 def _find(path: str) -> Iterator[Path]:
@@ -216,6 +236,11 @@ def _open(file: Path, text_column: str) -> Store:
     suffix = file.suffix.lower()
     if suffix == ".json":
         return _RowStore(file, text_column)
+    if suffix == ".parquet":
+        # Not at the top: it needs the optional pyarrow.
+        from nvium_titan.data.parquet import ParquetStore
+
+        return ParquetStore(file, text_column)
     return _LineStore(file, text_column) if suffix in ROW_SUFFIXES else _PieceStore(file)
 
 
@@ -237,7 +262,8 @@ def _refuse_useless(file: Path, store: Store, text_column: str) -> None:
         )
 
 
-def _row_document(row: Any, text_column: str, place: str) -> Document | Rejected:
+def row_document(row: Any, text_column: str, place: str) -> Document | Rejected:
+    """Return the document in a row of a file, or why there is none."""
     if not isinstance(row, dict):
         return Rejected(place, f"is {_json_name(row)}, must be an object")
     if text_column not in row:
@@ -256,8 +282,10 @@ def _json_name(value: Any) -> str:
         dict: "an object",
         list: "a list",
         str: "a string",
+        int: "a number",
+        float: "a number",
     }
-    return names.get(type(value), "a number")
+    return names.get(type(value), f"of type {type(value).__name__}")
 
 
 def _read_range(path: Path, start: int, end: int) -> bytes:

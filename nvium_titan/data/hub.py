@@ -1,14 +1,14 @@
-"""torchtitan's named data sets (C4 and those registered by a user) as sources of documents."""
+"""torchtitan's named data sets (C4 and those registered by a user)."""
 
 from __future__ import annotations
 
-from nvium_titan.data.sources import IndexedSource, SampleStore, Source, StreamSource
+from nvium_titan.data.sources import SampleStore, StreamSource
 from nvium_titan.errors import DataError, nearest
 
 
-def hub_source(
-    name: str, *, path: str | None, seed: int, dp_rank: int, dp_world_size: int
-) -> Source:
+def open_dataset(
+    name: str, *, path: str | None, dp_rank: int, dp_world_size: int
+) -> SampleStore | StreamSource:
     """Return a data set of `torchtitan.hf_datasets.text_datasets.DATASETS`.
 
     A downloaded one is shuffled and divided like local files; a stream is divided by documents.
@@ -16,9 +16,8 @@ def hub_source(
     Args:
         name: Its name there.
         path: Where to load it from instead, such as a local copy.
-        seed: Orders a downloaded one.
         dp_rank: This rank.
-        dp_world_size: Ranks that share the data.
+        dp_world_size: Ranks that share a stream.
 
     Raises:
         DataError: If there is no such name, or it cannot be loaded.
@@ -38,7 +37,6 @@ def hub_source(
         raise DataError(f"dataset {name!r}: cannot be loaded from {where}: {error}") from error
     shown = f"dataset {name!r}"
     if isinstance(data, Dataset):
-        store = SampleStore(data, entry.sample_processor, name=shown)
-        return IndexedSource(store, name=shown, split="all", seed=seed)
+        return SampleStore(data, entry.sample_processor, name=shown)
     data = split_dataset_by_node(data, dp_rank, dp_world_size)
     return StreamSource(data, entry.sample_processor, name=shown)

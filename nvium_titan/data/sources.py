@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from nvium_titan.data.documents import Document, Rejected, Store
+from nvium_titan.data.documents import Document, Rejected, Split, Store
+from nvium_titan.data.encoding import Tokens, split_of_document
+from nvium_titan.data.shards import ShardStore
+from nvium_titan.errors import StreamError
 
 logger = logging.getLogger(__name__)
 
-Split = Literal["train", "validation", "all"]
-VALIDATION_PERCENT = 5
-"""Share of the documents that the split "validation" gets and "train" does not."""
+RETRY_WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Pauses before a failed stream is opened again where it stood; after the last it is given up."""
 
 
 class Source(Protocol):
@@ -31,7 +34,7 @@ class Source(Protocol):
     is_sharded: bool
     """Whether this rank sees its own documents only."""
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[Document | Tokens]:
         """Yield the rest of this epoch; the position moves before each document is yielded."""
         ...
 
@@ -87,7 +90,7 @@ class IndexedSource:
 
     is_sharded = False
 
-    def __init__(self, store: Store, *, name: str, split: Split, seed: int) -> None:
+    def __init__(self, store: Store | ShardStore, *, name: str, split: Split, seed: int) -> None:
         self.name = name
         self._store = store
         self._split = split
@@ -96,15 +99,19 @@ class IndexedSource:
         self._cursor = 0
         self._faults = Faults(name)
 
-    def documents(self) -> Iterator[Document]:
-        """Yield the rest of this epoch; the position moves before each document is yielded."""
+    def documents(self) -> Iterator[Document | Tokens]:
+        """Yield the rest of this epoch; the position moves before each document is yielded.
+
+        Raises:
+            DataError: If a prepared document was changed.
+        """
         order = _permutation(len(self._store), seed=self._seed, epoch=self._epoch)
         while self._cursor < len(order):
             item = self._store.read(int(order[self._cursor]))
             self._cursor += 1
             if isinstance(item, Rejected):
                 self._faults.add(item)
-            elif self._split in ("all", split_of(item.text)):
+            elif self._split in ("all", split_of_document(item)):
                 yield item
         self._faults.report()
 
@@ -136,22 +143,65 @@ class StreamSource:
         self._data = data
         self._to_text = to_text
         self._epoch = 0
+        self._num_samples = 0
+        # The library tells its position only once it has moved; until then it is this one.
+        self._start: dict[str, Any] | None = None
+        self._has_moved = False
         self._faults = Faults(name)
 
     def documents(self) -> Iterator[Document]:
-        """Yield the rest of this epoch; the position moves before each document is yielded."""
-        for index, sample in enumerate(self._data):
-            item = sample_document(sample, self._to_text, place=f"{self.name}: sample {index + 1}")
+        """Yield the rest of this epoch; the position moves before each document is yielded.
+
+        Raises:
+            StreamError: If the stream fails and goes on failing (`RETRY_WAITS_S`).
+        """
+        for sample in self._samples():
+            self._num_samples += 1
+            place = f"{self.name}: sample {self._num_samples}"
+            item = sample_document(sample, self._to_text, place=place)
             if isinstance(item, Rejected):
                 self._faults.add(item)
             else:
                 yield item
         self._faults.report()
 
+    def _samples(self) -> Iterator[Any]:
+        samples = iter(self._data)
+        num_failures = 0
+        while True:
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+            except Exception as error:  # the library raises whatever its readers raise
+                if num_failures == len(RETRY_WAITS_S):
+                    raise StreamError(
+                        f"{self.name}: the stream fails, and did so again {num_failures} times: "
+                        f"{type(error).__name__}: {error}; the same command goes on where it was "
+                        "saved last"
+                    ) from error
+                wait_s = RETRY_WAITS_S[num_failures]
+                num_failures += 1
+                logger.warning(
+                    "%s: %s: %s; trying again in %g s",
+                    self.name,
+                    type(error).__name__,
+                    error,
+                    wait_s,
+                )
+                time.sleep(wait_s)
+                self._go_to(self._position())
+                samples = iter(self._data)
+            else:
+                num_failures = 0
+                self._has_moved = True
+                yield sample
+
     def next_epoch(self) -> None:
         """Go to the start of the next epoch."""
         self._epoch += 1
         self._data.set_epoch(self._epoch)
+        self._start, self._has_moved = None, False
 
     def faults(self) -> str:
         """Return a summary of what was set aside so far, empty if nothing was."""
@@ -159,13 +209,22 @@ class StreamSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
-        return {"epoch": self._epoch, "data": self._data.state_dict()}
+        return {"epoch": self._epoch, "data": self._position()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position."""
         self._epoch = state["epoch"]
         self._data.set_epoch(self._epoch)
-        self._data.load_state_dict(state["data"])
+        self._go_to(state["data"])
+
+    def _position(self) -> dict[str, Any] | None:
+        return self._data.state_dict() if self._has_moved else self._start
+
+    def _go_to(self, position: dict[str, Any] | None) -> None:
+        # None is the start of an epoch, where a stream begins that was never told a position.
+        self._start, self._has_moved = position, False
+        if position is not None:
+            self._data.load_state_dict(position)
 
 
 class SampleStore:
@@ -197,12 +256,6 @@ def sample_document(
     if not isinstance(text, str):
         return Rejected(place, f"the text is of type {type(text).__name__}, must be a string")
     return Document(text)
-
-
-def split_of(text: str) -> Split:
-    """Return the split that a document belongs to: by its own text, whatever else there is."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return "validation" if int.from_bytes(digest) % 100 < VALIDATION_PERCENT else "train"
 
 
 def _permutation(length: int, *, seed: int, epoch: int) -> torch.Tensor:

@@ -50,6 +50,11 @@ class TextTokenizer(BaseTokenizer):
         """The id that starts a document, if there is one."""
         return self.tokenizer.bos_id
 
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of what decides the ids of a text."""
+        return self.tokenizer.fingerprint
+
     def get_vocab_size(self) -> int:
         """Return one more than the largest id."""
         return self.tokenizer.vocab_size

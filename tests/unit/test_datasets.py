@@ -16,9 +16,9 @@ from torchtitan.hf_datasets import DatasetConfig, text_datasets
 
 from nvium_titan.config import load_config
 from nvium_titan.data.datasets import IGNORED_LABEL, TextDataLoader
-from nvium_titan.data.documents import PIECE_BYTES, Document, Rejected, open_files
+from nvium_titan.data.documents import PIECE_BYTES, Document, Rejected, open_files, split_of
 from nvium_titan.data.python_docs import MIN_CHARS, python_docs
-from nvium_titan.data.sources import split_of
+
 from nvium_titan.data.tokenizers import TextTokenizer
 from nvium_titan.errors import ConfigError, DataError, TokenizerError
 from nvium_titan.tokenizer import ByteTokenizer, check_vocabulary
@@ -216,6 +216,45 @@ def test_resumed_loader_continues_exactly(
         resumed.load_state_dict(state)
         after = rows(resumed, None if total is None else total - num_before)
         assert before + after == whole
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize("infinite", [True, False], ids=["endless", "one-epoch"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, 3, 0), (1, 6, 0)),
+        ((1, 4, 0), (4, 1, 0)),
+        ((3, 2, 2), (2, 3, 0)),
+        ((1, 6, 0), (3, 2, 2)),
+    ],
+    ids=["2-to-1", "1-to-4", "3-with-workers-to-2", "1-to-3-with-workers"],
+)
+def test_ckp_01_another_number_of_ranks_or_workers_goes_on_where_the_last_one_was(
+    numbered: str, infinite: bool, before: tuple[int, int, int], after: tuple[int, int, int]
+) -> None:
+    def loaders(num_ranks: int, batch_size: int, num_workers: int) -> list[TextDataLoader]:
+        return [
+            make_loader(
+                path=numbered, infinite=infinite, rank=rank, num_ranks=num_ranks,
+                batch_size=batch_size, num_workers=num_workers,
+            )
+            for rank in range(num_ranks)
+        ]  # fmt: skip
+
+    total, num_steps = 8 if infinite else None, 3
+    whole = rows(make_loader(path=numbered, infinite=infinite, batch_size=before[0] * before[1]),
+                 total)  # fmt: skip
+    first = loaders(*before)
+    seen = [rows(loader, num_steps) for loader in first]
+    states = [loader.state_dict() for loader in first]
+    assert all(state.keys() == states[0].keys() for state in states)
+    second = loaders(*after)
+    for loader in second:
+        loader.load_state_dict(states[-1])
+    seen += [rows(loader, None if total is None else total - num_steps) for loader in second]
+    used = sorted(row for part in seen for row in part)
+    assert used == sorted(whole)
 
 
 def test_worker_processes_keep_the_order(numbered: str) -> None:

@@ -1,0 +1,153 @@
+"""`nvium data`: text encoded once, before training."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from nvium_titan.cli.common import progress
+from nvium_titan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nvium_titan.data.shards import Manifest
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Encode the text of a training run into shards of token ids, with several processes.
+
+    It reads the run's own file: the text is what [dataloader] names (path, corpus or dataset), the
+    tokenizer what hf_assets_path names. Training on the folder then gives the same sequences as
+    training on the text, to the token, for any seed, split, sequence length and number of ranks;
+    it only encodes nothing. (A stream from the hub is shuffled then, and any number of ranks share
+    it.) Worth it for large text, many GPUs, Parquet files and hub streams.
+
+    Stop it whenever you like: the same command goes on, and loses the shards at hand. The folder
+    appears when it is whole.
+
+    nvium data prepare --config-file train_configs/demo.toml --out data/demo
+
+    nvium train --config-file demo.toml --dataloader.corpus= --dataloader.path data/demo
+
+    nvium data prepare --config-file run.toml --table validator.dataloader --out data/held_out
+    """
+
+    config_file: Path
+    """The TOML file of the training run."""
+
+    out: Path
+    """Folder to write, whole or not at all. If it holds this very text already, nothing is done."""
+
+    table: Literal["dataloader", "validator.dataloader"] = "dataloader"
+    """Which table of the file names the text. Files and the corpus need preparing once: the shards
+    know the split of each document, so the same folder serves training and validation."""
+
+    workers: int = field(default_factory=_num_cores)
+    """Processes that encode; default: one for each core."""
+
+    documents_per_shard: int = 32768
+    """Most documents of a shard: one file, and what each process loses when it is interrupted."""
+
+    def run(self) -> None:
+        """Prepare, then say how to train on it.
+
+        Raises:
+            ConfigError: If a number is not positive.
+        """
+        for name in ("workers", "documents_per_shard"):
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} {getattr(self, name)}: must be at least 1")
+        from nvium_titan import compat
+
+        compat.require_torchtitan()
+        compat.use_cpu_without_accelerator()
+        from nvium_titan import train
+        from nvium_titan.data.prepare import prepare
+
+        run = train.load(["--config-file", str(self.config_file)])
+        config = run.dataloader if self.table == "dataloader" else run.validator.dataloader
+        manifest = prepare(
+            config,
+            tokenizer=run.hf_assets_path,
+            out=self.out,
+            num_workers=self.workers,
+            documents_per_shard=self.documents_per_shard,
+            progress=partial(progress, "documents prepared"),
+        )
+        print(f"{self.out}: {_summary(manifest)}")
+        first = next((s.first_rejected for s in manifest.shards if s.first_rejected), None)
+        if first:
+            print(f"skipped {manifest.num_rejected:,} documents, the first {first}")
+        print(
+            f'\nto train on it, write instead of the text:\n\n[{self.table}]\npath = "{self.out}"'
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Read a prepared folder whole and compare it with its manifest.
+
+    Training checks the size and index of each shard when it opens it, and each document when it
+    reads it; small folders whole. This finds all damage at once, for instance after copying.
+
+    nvium data check data/demo
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """A folder of nvium data prepare."""
+
+    workers: int = field(default_factory=_num_cores)
+    """Processes that read; default: one for each core."""
+
+    def run(self) -> None:
+        """Check and print what is in the folder.
+
+        Raises:
+            ConfigError: If the number of processes is not positive.
+        """
+        if self.workers < 1:
+            raise ConfigError(f"--workers {self.workers}: must be at least 1")
+        from nvium_titan.data.prepare import check
+
+        shown = partial(progress, "documents checked")
+        manifest = check(self.folder, num_workers=self.workers, progress=shown)
+        print(f"{self.folder}: whole: {_summary(manifest)}")
+
+
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Encode text into shards before training (prepare), or check such shards (check).
+
+    nvium data prepare --config-file train_configs/demo.toml --out data/demo
+
+    nvium data check data/demo
+    """
+
+    command: (
+        Annotated[Prepare, tyro.conf.subcommand("prepare")]
+        | Annotated[Check, tyro.conf.subcommand("check")]
+    )
+    """What to do."""
+
+    def run(self) -> None:
+        """Do it."""
+        self.command.run()
+
+
+def _summary(manifest: Manifest) -> str:
+    plan = manifest.plan
+    return (
+        f"{manifest.num_tokens:,} tokens in {manifest.num_documents:,} documents, "
+        f"{len(manifest.shards):,} shards of {plan.dtype}; tokenizer: {plan.tokenizer}"
+    )
