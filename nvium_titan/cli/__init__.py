@@ -16,7 +16,9 @@ import tyro
 
 from nvium_titan import __version__
 from nvium_titan.cli.bench import Bench
+from nvium_titan.cli.bench_train import BenchTrain
 from nvium_titan.cli.convert import Export, Import
+from nvium_titan.cli.data import Data
 from nvium_titan.cli.evaluate import Eval
 from nvium_titan.cli.generate import Generate
 from nvium_titan.cli.info import Info
@@ -37,12 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return train.main(words[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    kinds: Any = Train | Data | Export | Import | Generate | Eval | Bench | Info
+    prog = "nvium"
+    if words[:2] == ["bench", "train"]:
+        # A word of its own in front of the flags; a bundle of this name is ./train.
+        kinds, prog, words = BenchTrain, "nvium bench train", words[2:]
     try:
         command: Any = tyro.cli(
-            Train | Export | Import | Generate | Eval | Bench | Info,
+            kinds,
             args=words,
             config=(tyro.conf.FlagCreatePairsOff,),
-            prog="nvium",
+            prog=prog,
             description=f"N-vium {__version__}: train a mixture of exits, export it, decode it.",
         )
         command.run()
