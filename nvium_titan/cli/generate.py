@@ -95,6 +95,10 @@ class Generate:
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text that ends the generation and is not printed; may be given several times."""
 
+    lazy_prefill: bool = False
+    """Run the upper layers of the prompt only when a token needs them: the first token may come
+    sooner, the text is the same."""
+
     ignore_eos: bool = False
     """Go on after the end token, which then is a token like any other."""
 
@@ -142,6 +146,7 @@ class Generate:
             "max_new_tokens": self.max_new_tokens,
             "sampling": sampling,
             "policy": policy,
+            "lazy_prefill": self.lazy_prefill,
             "stop_ids": [] if eos_id is None or self.ignore_eos else [eos_id],
             "with_log_probs": self.log_probs,
         }
@@ -226,6 +231,7 @@ class Generate:
             "seed": result.seed,
             "stop": self.stop,
             "ignore_eos": self.ignore_eos,
+            "lazy_prefill": self.lazy_prefill,
             "dtype": model.dtype,
             "device": self.device,
         }

@@ -212,6 +212,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         state: DecodeState | None = None,
         with_log_probs: bool = False,
+        lazy_prefill: bool = False,
     ) -> Generation:
         """Return the new tokens one by one; the request is checked at once.
 
@@ -238,6 +239,8 @@ class Engine:
             state: A sequence to continue; a new one, just large enough, if None.
             with_log_probs: Give every token log p_k and log pi_k, and the result log pi_mix, for
                 which the rows still owed at the end are run. Asks every router on the way.
+            lazy_prefill: Leave the prompt owed to the blocks above the exit of the first token: it
+                comes sooner, the first token that goes deeper later. The tokens are the same.
 
         Raises:
             PromptError: If the prompt is empty, leaves no room, or holds an unknown id; if
@@ -251,6 +254,7 @@ class Engine:
             seed=seed,
             stop_ids=stop_ids,
             with_log_probs=with_log_probs,
+            lazy_prefill=lazy_prefill,
         )
         return Generation(self._generate(self._open(request, state=state)(None)))
 

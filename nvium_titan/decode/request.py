@@ -40,6 +40,8 @@ class GenerationRequest:
     """Tokens that end the generation; the stop token is the last one given."""
     with_log_probs: bool = False
     """Give every token log p_k and log pi_k, and the result log pi_mix."""
+    lazy_prefill: bool = False
+    """Leave the prompt owed to the blocks above the exit of the first token."""
 
 
 class RequestRun:
@@ -77,11 +79,14 @@ class RequestRun:
 
     @torch.inference_mode()
     def prefill(self) -> None:
-        """Feed the prompt and run it to the top; the counters start at zero behind it."""
+        """Feed the prompt and run it to the top; the counters start at zero behind it.
+
+        A lazy one runs the first block only: the rest is paid when a token goes that deep.
+        """
         prompt_ids = self._request.prompt_ids
         self._runner.feed(self.state, prompt_ids)
         self.state.stats = DecodeStats()
-        self._runner.prefill(self.state)
+        self._runner.prefill(self.state, num_blocks=1 if self._request.lazy_prefill else None)
         self.state.stats = DecodeStats(num_prompt_tokens=len(prompt_ids))
 
     def advance(self, answer: Any) -> Need | GeneratedToken:

@@ -111,9 +111,9 @@ class BlockRunner:
         state.token_ids.extend(token_ids)
         state.counts.length = first + len(token_ids)
 
-    def prefill(self, state: DecodeState) -> None:
-        """Run every block up to the last token, in long groups."""
-        for block_index in range(self.num_exits):
+    def prefill(self, state: DecodeState, *, num_blocks: int | None = None) -> None:
+        """Run the first blocks, or all, up to the last token, in long groups."""
+        for block_index in range(num_blocks or self.num_exits):
             self.fill(state, block_index, largest=PREFILL_BUCKETS[-1])
 
     def flush(self, state: DecodeState) -> None:

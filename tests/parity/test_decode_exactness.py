@@ -213,3 +213,24 @@ def test_an_engine_that_never_leaves_early_is_the_dense_model() -> None:
     args = {"max_new_tokens": 30, "seed": 2}
     full = engine.generate([1, 2, 3], policy=FixedExit(exit_index=2), **args).result()  # type: ignore[arg-type]
     assert full.token_ids == dense.generate([1, 2, 3], **args).result().token_ids  # type: ignore[arg-type]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_a_lazy_prefill_gives_the_same_tokens_and_pays_later(shapes: str) -> None:
+    engine = make(CONFIGS["gqa-uneven"], shapes=shapes)
+    prompt = [i % 40 for i in range(150)]
+    policy = ScriptedExits(exit_indices=(0, 0, 1, 0, 2, 0), first_position=150)
+    states = [engine.new_state() for _ in range(2)]
+    runs = [
+        engine.generate(prompt, max_new_tokens=12, policy=policy, state=state, lazy_prefill=lazy)
+        for state, lazy in zip(states, (False, True), strict=True)
+    ]
+    first = [next(run) for run in runs]
+    assert first[0] == first[1]
+    assert states[0].counts.filled == [150, 150, 150]
+    assert states[1].counts.filled == [150, 0, 0]
+    assert runs[0].result().token_ids == runs[1].result().token_ids
+    for state in states:
+        engine.flush(state)
+        assert_state_equals(engine, state, TOLERANCE)
