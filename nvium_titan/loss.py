@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import spmd_types as spmd
@@ -25,6 +25,7 @@ from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, _LossParallelCros
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
+from nvium_titan.controller import ControllerConfig
 from nvium_titan.core.mixture import at_least_float32
 from nvium_titan.core.objective import phase_weights, token_terms
 from nvium_titan.errors import ConfigError
@@ -45,7 +46,8 @@ class MixtureLoss(BaseLoss):
         """The objective's weights and its chunking (table `[loss]`)."""
 
         beta: float = 0.15
-        """Weight of the expected depth in the main phase (paper: beta); >= 0, no unit."""
+        """Weight of the expected depth in the main phase (paper: beta); >= 0, no unit. With a
+        controller it is where beta starts."""
 
         alpha: float = 1.0
         """Weight of the balance term in the router warm-up (paper: alpha = 1); >= 0, no unit."""
@@ -55,6 +57,9 @@ class MixtureLoss(BaseLoss):
 
         num_chunks: int = 8
         """Chunks that the tokens are walked in: more chunks, less memory for logits; >= 1."""
+
+        controller: ControllerConfig = field(default_factory=ControllerConfig)
+        """How beta follows a dense baseline; without one it is constant."""
 
         def __post_init__(self) -> None:
             """Check the ranges.
@@ -80,6 +85,7 @@ class MixtureLoss(BaseLoss):
         self.lm_head: nn.Module | None = None
         self.plan = ExitPlan(num_layers=1, exit_layers=())
         self.balance_weight = 0.0
+        self.beta = config.beta
         self.compute_weight = config.beta
 
     def bind(
@@ -102,6 +108,10 @@ class MixtureLoss(BaseLoss):
         self._compute_weight = torch.zeros((), dtype=torch.float64, device=device)
         self.sums = torch.zeros(4 + 3 * plan.num_exits, dtype=torch.float64, device=device)
 
+    def warmup_steps(self, num_steps: int) -> int:
+        """Return how many of a run's steps are router warm-up."""
+        return round(self.config.warmup_fraction * num_steps)
+
     def start_step(self, step: int, *, num_steps: int) -> None:
         """Set the weights of a training step's phase and clear the sums.
 
@@ -111,9 +121,9 @@ class MixtureLoss(BaseLoss):
         """
         self.balance_weight, self.compute_weight = phase_weights(
             step,
-            warmup_steps=round(self.config.warmup_fraction * num_steps),
+            warmup_steps=self.warmup_steps(num_steps),
             alpha=self.config.alpha,
-            beta=self.config.beta,
+            beta=self.beta,
         )
         self._balance_weight.fill_(self.balance_weight)
         self._compute_weight.fill_(self.compute_weight)

@@ -115,27 +115,34 @@ class NviumMetricsProcessor(MetricsProcessor):
 
     def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any) -> None:
         super().__init__(config, dump_folder=dump_folder, **kwargs)
-        self._writes = torch.distributed.get_rank() == _get_metrics_rank(
+        self.writer_rank = _get_metrics_rank(
             parallel_dims=self.parallel_dims, pp_schedule=kwargs.get("pp_schedule", "1F1B")
         )
+        self._writes = torch.distributed.get_rank() == self.writer_rank
         self.path = Path(dump_folder) / "metrics.jsonl"
         self.loss_fn: Any = None
         self.dims: ModelDims | None = None
         self._warned_collapse = False
+        self.validated_step = 0
+        self.validation_nll = math.nan
 
-    def drop_after(self, step: int) -> None:
+    def drop_after(self, step: int, *, validates_again: bool) -> None:
         """Drop what an interrupted run logged after the checkpoint it resumes from.
 
         Args:
             step: The restored step; 0 starts the file anew.
+            validates_again: Whether the validation of that step is to be dropped too.
         """
         if not self._writes or not self.path.exists():
             return
-        kept = [
-            line
-            for line in self.path.read_text().splitlines()
-            if line.endswith("}") and json.loads(line)["step"] <= step
-        ]
+        kept = []
+        for line in self.path.read_text().splitlines():
+            if not line.endswith("}"):  # the writer was cut off
+                continue
+            row = json.loads(line)
+            is_again = validates_again and row["step"] == step and row["split"] == "val"
+            if row["step"] <= step and not is_again:
+                kept.append(line)
         self.path.write_text("".join(f"{line}\n" for line in kept))
 
     def log(
@@ -166,6 +173,7 @@ class NviumMetricsProcessor(MetricsProcessor):
     ) -> None:
         """Log one validation; every rank calls it."""
         found = self._reduced()
+        self.validated_step, self.validation_nll = step, found.mixture_nll
         rate = self._tokens_per_second()
         extra = {f"validation_metrics/{k}": v for k, v in self._scalars(found).items()}
         super().log_validation(loss, step, extra_metrics={**(extra_metrics or {}), **extra})

@@ -22,32 +22,55 @@ from torchtitan.trainer import Trainer
 
 from nvium_titan.checkpoint import NviumCheckpointManager
 from nvium_titan.config import dump_config
-from nvium_titan.config.tables import ModelTable, NviumTable, resolve_dims
-from nvium_titan.data.datasets import TextDataLoader
+from nvium_titan.config.tables import Float8Table, ModelTable, NviumTable, resolve_dims
+from nvium_titan.controller import Baseline, next_beta
+from nvium_titan.data.agreement import host_group, in_step
+from nvium_titan.data.datasets import Batch, TextDataLoader
 from nvium_titan.data.tokenizers import TextTokenizer
-from nvium_titan.errors import ConfigError, DataError, DivergenceError
+from nvium_titan.errors import ConfigError, DataError, DivergenceError, StreamError
 from nvium_titan.flops import ModelDims
 from nvium_titan.loss import MixtureLoss
 from nvium_titan.metrics import NviumMetricsProcessor
 from nvium_titan.model import model_spec
+from nvium_titan.model.float8 import use_float8
+from nvium_titan.model.layout import check_layout
 from nvium_titan.optimizer import AdamW, LRSchedule, OptimizerConfig
 from nvium_titan.tokenizer import check_vocabulary
 from nvium_titan.validator import NviumValidator
 
 
 class _RunState(Stateful):
-    """What a checkpoint says of the run that wrote it, beyond torchtitan's own state."""
+    """What a checkpoint says of the run that wrote it, beyond torchtitan's own state.
 
-    def __init__(self, *, num_steps: int, settings: str) -> None:
+    The phase of the loss is no state: it follows from the step. Training itself draws no random
+    numbers; the generator is kept for what a user adds.
+    """
+
+    def __init__(
+        self, *, num_steps: int, settings: str, batch_size: int, loss_fn: MixtureLoss
+    ) -> None:
+        self.loss_fn = loss_fn
         self.num_steps = num_steps
         self.settings = settings
+        self.batch_size = batch_size
         self.previous_num_steps = num_steps
+        self.previous_batch_size = batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self.num_steps, "settings": self.settings}
+        return {
+            "num_steps": self.num_steps,
+            "settings": self.settings,
+            "batch_size": self.batch_size,
+            "beta": self.loss_fn.beta,
+            "random_state": torch.get_rng_state(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.previous_num_steps = state_dict["num_steps"]
+        self.previous_batch_size = state_dict["batch_size"]
+        if self.loss_fn.config.controller.baseline:
+            self.loss_fn.beta = state_dict["beta"]
+        torch.set_rng_state(state_dict["random_state"])
 
 
 class NviumTrainer(Trainer):
@@ -59,6 +82,7 @@ class NviumTrainer(Trainer):
 
         model: ModelTable = field(default_factory=ModelTable)
         nvium: NviumTable = field(default_factory=NviumTable)
+        float8: Float8Table = field(default_factory=Float8Table)
         loss: MixtureLoss.Config = field(default_factory=MixtureLoss.Config)
         optimizer: OptimizerConfig = field(default_factory=AdamW.Config)
         lr_scheduler: LRSchedule.Config = field(default_factory=LRSchedule.Config)
@@ -92,7 +116,17 @@ class NviumTrainer(Trainer):
                 raise ConfigError(
                     '[nvium] trainable="junctions": the model has no early exit; give exit_layers'
                 )
-            self._check_parallelism()
+            check_layout(
+                dims,
+                parallelism=self.parallelism,
+                training=self.training,
+                trainable=self.nvium.trainable,
+            )
+            if self.loss.controller.baseline and not self.validator.enable:
+                raise ConfigError(
+                    "[loss.controller] baseline: beta follows the validation loss; set [validator] "
+                    "enable = true"
+                )
             if isinstance(self.lr_scheduler, LRSchedule.Config):
                 self.lr_scheduler.resolve(self.training.steps)
             # The slot is torchtitan's, whose classes are untyped.
@@ -100,20 +134,6 @@ class NviumTrainer(Trainer):
                 dims, flavor=self.model.flavor, trainable=self.nvium.trainable
             )
             Trainer.Config.__post_init__(self)
-
-        def _check_parallelism(self) -> None:
-            layout = self.parallelism
-            if layout.pipeline_parallel_degree > 1:
-                raise ConfigError(
-                    f"[parallelism] pipeline_parallel_degree={layout.pipeline_parallel_degree}: "
-                    "pipeline stages are not supported yet; use data_parallel_shard_degree or "
-                    "tensor_parallel_degree"
-                )
-            if layout.spmd_backend != "spmd_types":
-                raise ConfigError(
-                    f'[parallelism] spmd_backend="{layout.spmd_backend}": the mixture loss needs '
-                    'plain tensors; use "spmd_types"'
-                )
 
         def resolved(self) -> NviumTrainer.Config:
             """Return the same settings with every number of the model written out."""
@@ -132,6 +152,9 @@ class NviumTrainer(Trainer):
             )
 
     def __init__(self, config: Config) -> None:
+        if config.float8.enable:
+            is_compiled = config.compile.enable and "model" in config.compile.components
+            use_float8(config.model_spec.model, config.float8, is_compiled=is_compiled)
         super().__init__(config)
         dims: ModelDims = config.model_spec.model.dims
         check_vocabulary(self.tokenizer, dims.vocab_size)
@@ -145,10 +168,18 @@ class NviumTrainer(Trainer):
         self.metrics_processor.loss_fn = self.loss_fn
         self.metrics_processor.dims = dims
         self._run_state = _RunState(
-            num_steps=config.training.steps, settings=dump_config(config.resolved())
+            num_steps=config.training.steps,
+            settings=dump_config(config.resolved()),
+            batch_size=self._batch_size(),
+            loss_fn=self.loss_fn,
         )
+        baseline = config.loss.controller.baseline
+        self._baseline = Baseline.read(baseline) if baseline else None
         if self.checkpointer.enable:
             self.checkpointer.states["nvium"] = self._run_state
+        self._hosts = host_group()
+        if config.validator.enable:
+            self.validator.bind(self._hosts)
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
         self._started = False
         self._asked_to_stop: int | None = None
@@ -159,6 +190,7 @@ class NviumTrainer(Trainer):
         if not self._started:
             self._started = True
             self._start()
+        self._adapt_beta()
         if not super().should_continue_training():
             return False
         signal_number = self._agreed_stop()
@@ -202,8 +234,60 @@ class NviumTrainer(Trainer):
         manager.last_save_model_only = manager.last_save_in_hf = False
         manager.save(self.step, last_step=True)
 
+    def _batch_size(self) -> int:
+        """Return the sequences of a step, over all ranks."""
+        training, dims = self.config.training, self.parallel_dims
+        if training.global_batch_size > 0:
+            return int(training.global_batch_size)
+        return int(training.local_batch_size * dims.dp_replicate * dims.dp_shard)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step and the tokens seen by all ranks, whose number may change."""
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        num_ranks = 1 if mesh is None else mesh.size()
+        return {"step": self.step, "ntokens_seen": self.ntokens_seen * num_ranks}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned on any number of ranks."""
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        num_ranks = 1 if mesh is None else mesh.size()
+        self.step = state_dict["step"]
+        self.ntokens_seen = state_dict["ntokens_seen"] // num_ranks
+
+    def _adapt_beta(self) -> None:
+        """Move beta after a validation of the main phase; all ranks take the same."""
+        metrics = self.metrics_processor
+        if self._baseline is None or metrics.validated_step != self.step:
+            return
+        if self.step > self.loss_fn.warmup_steps(self._schedule_steps()):
+            nll = [metrics.validation_nll]
+            torch.distributed.broadcast_object_list(nll, src=metrics.writer_rank)
+            gap = self._baseline.at(self.step) - nll[0]
+            self.loss_fn.beta = next_beta(self.loss_fn.beta, gap, self.config.loss.controller)
+            logger.info(
+                "beta is %.4g from step %d on: the baseline's loss minus the mixture's is %.4f",
+                self.loss_fn.beta, self.step + 1, gap,
+            )  # fmt: skip
+        metrics.validated_step = 0
+
     def _start(self) -> None:
-        self.metrics_processor.drop_after(self.step)
+        # A step is saved before its validation, on which the controller acts.
+        validates_again = (
+            self._baseline is not None
+            and self.step > 0
+            and self.validator.should_validate(self.step)
+        )
+        self.metrics_processor.drop_after(self.step, validates_again=validates_again)
+        if validates_again:
+            self.validator.validate(self.model_parts, self.step)
+        before, now = self._run_state.previous_batch_size, self._run_state.batch_size
+        if self.step and before != now:
+            logger.warning(
+                "a step now takes %d sequences, before it took %d: the text goes on where it was, "
+                "but the curve will not be that of the old run; to keep it set [training] "
+                "global_batch_size=%d",
+                now, before, before,
+            )  # fmt: skip
         old, new = self._run_state.previous_num_steps, self.config.training.steps
         if self.step >= new:
             logger.info(
@@ -219,16 +303,22 @@ class NviumTrainer(Trainer):
                 old, new, new, self.step + 1, rates, old,
             )  # fmt: skip
 
-    def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
+    def batch_generator(self, data_iterable: TextDataLoader) -> Iterator[Batch]:
+        """Yield batches, on every rank or on none."""
+        return super().batch_generator(in_step(data_iterable, self._hosts))
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """Run one training step in its phase of the objective.
 
         Raises:
             DivergenceError: If the loss or, before a save, a parameter is not finite. It is read
                 only where the host waits anyway: at logged and at saved steps.
-            DataError: If the text ends before the run does.
+            DataError: If the text ends before the run does, or cannot be read.
+            StreamError: If a stream of text goes on failing.
             RuntimeError: Whatever else torchtitan's step meets.
         """
         self.loss_fn.start_step(self.step, num_steps=self._schedule_steps())
+        position = self.dataloader.state_dict()
         try:
             super().train_step(data_iterator)
         except RuntimeError as error:
@@ -236,6 +326,11 @@ class NviumTrainer(Trainer):
                 raise
             self._record_finite()
             self._check_finite(parameters=False)
+            raise
+        except (DataError, StreamError):
+            self.step -= 1
+            self.dataloader.hold(position)
+            self._save_now()
             raise
         except DataloaderExhaustedError:
             self.step -= 1
@@ -276,10 +371,9 @@ class NviumTrainer(Trainer):
             return
         kept = "no checkpoint was kept"
         if self.checkpointer.enable:
-            found = self.checkpointer._find_load_step()
-            if found > 0:
-                path = self.checkpointer._create_checkpoint_id(found)
-                kept = f"the last good checkpoint is {path}"
+            newest = self.checkpointer.newest()
+            if newest is not None:
+                kept = f"the last good checkpoint is {newest}"
         raise DivergenceError(
             f"the loss or a weight is not finite at step {step}; training stopped, {kept}; "
             "lower the learning rate ([optimizer]) or raise [lr_scheduler] warmup_steps"

@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
 
@@ -144,7 +145,9 @@ class Run:
         assert self.process is not None
         for child in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
             for pid in map(int, child.read_text().split()):
-                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                words: list[bytes] = []
+                with suppress(OSError):  # it has ended by now
+                    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 if b"RANK=%d" % rank in words:
                     return pid
         raise LookupError(f"rank {rank}")
