@@ -96,5 +96,5 @@ class Baseline:
         return cls({row.step: row.mixture_nll for row in rows})
 
     def at(self, step: int) -> float:
-        """Return the loss at the nearest step, of two equally near ones the earlier, nats/token."""
-        return self._losses[min(self._losses, key=lambda known: (abs(known - step), known))]
+        """Return the loss at the nearest step, of two equally near ones the first, nats/token."""
+        return self._losses[min(self._losses, key=lambda known: abs(known - step))]

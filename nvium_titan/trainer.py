@@ -279,6 +279,7 @@ class NviumTrainer(Trainer):
         )
         self.metrics_processor.drop_after(self.step, validates_again=validates_again)
         if validates_again:
+            self.loss_fn.start_step(self.step, num_steps=self._schedule_steps())
             self.validator.validate(self.model_parts, self.step)
         before, now = self._run_state.previous_batch_size, self._run_state.batch_size
         if self.step and before != now:
