@@ -260,10 +260,11 @@ def loss_peak_bytes(loss: MixtureLoss, pred: tuple[Tensor, Tensor], labels_BT: T
         labels_BT: Next tokens, (B, T).
     """
     num_valid = torch.tensor(labels_BT.numel(), device=labels_BT.device)
-    with LiveBytes() as live:
+    live = LiveBytes()
+    with live:
         value, _ = loss(pred, labels_BT, num_valid)
         torch.autograd.backward(value)
-    return live.peak - int(pred[0].nbytes)
+    return live.peak - pred[0].nbytes
 
 
 def _wait_for(device: torch.device) -> None:
