@@ -48,6 +48,8 @@ def _check_tensor_parallel(dims: ModelDims, parallelism: Any, training: Any) -> 
         "[model] num_heads": dims.num_heads,
         "[model] num_kv_heads": dims.num_kv_heads,
         "[model] ffn_dim": dims.ffn_dim,
+        # torchtitan would round it up in the weights, and so in checkpoints.
+        "[model] vocab_size": dims.vocab_size,
     }
     if parallelism.enable_sequence_parallel:
         rules["[training] seq_len"] = training.seq_len

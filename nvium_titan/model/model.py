@@ -153,6 +153,9 @@ class NviumModel(Llama3Model):
             positions: Position in the document, (B, T); keyword only, every stage gets it.
             attention_masks: From `get_attention_masks`; keyword only.
         """
+        for given in (tokens, exit_states_EBTD, router_logits_JBT):
+            if given is not None and given.requires_grad:  # from another stage
+                given.register_hook(torch.Tensor.contiguous)
         hidden_BTD = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         exit_states = [] if exit_states_EBTD is None else list(exit_states_EBTD.unbind())
         router_logits = [] if router_logits_JBT is None else list(router_logits_JBT.unbind())
@@ -165,6 +168,8 @@ class NviumModel(Llama3Model):
             else:
                 hidden_BTD = out
         if self.norm is None:
+            # Ranks exchange contiguous tensors only; sequence parallelism makes others.
+            hidden_BTD = hidden_BTD.contiguous()
             if not exit_states:
                 return hidden_BTD
             return hidden_BTD, torch.stack(exit_states), torch.stack(router_logits)

@@ -44,7 +44,7 @@ def check(
             64,
             "tensor_parallel_degree=2 does not divide [model] num_kv_heads=1",
         ),
-        ({"num_heads": 3}, 64, "does not divide [model] num_heads=3"),
+        ({"num_heads": 3, "num_kv_heads": 3}, 64, "does not divide [model] num_heads=3"),
         ({}, 127, "does not divide [training] seq_len=127"),
         ({"ffn_dim": 177}, 64, "does not divide [model] ffn_dim=177"),
     ],
@@ -56,6 +56,15 @@ def test_dis_02_what_tensor_parallelism_cannot_split_is_refused(
     dims = replace(DIMS, **changed)
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(dims=dims, seq_len=seq_len, tensor_parallel_degree=2)
+
+
+@pytest.mark.cases
+def test_dis_01_a_vocabulary_that_the_ranks_cannot_share_is_refused() -> None:
+    dims = replace(DIMS, vocab_size=257)
+    rule = r"tensor_parallel_degree=2 does not divide \[model\] vocab_size=257; .*: 1$"
+    with pytest.raises(ConfigError, match=rule):
+        check(dims=dims, tensor_parallel_degree=2)
+    check(dims=replace(DIMS, vocab_size=258), tensor_parallel_degree=2)
 
 
 def test_the_message_lists_the_degrees_that_work() -> None:
