@@ -29,6 +29,7 @@ def tables(
     kind: str = "none",
     is_compiled: bool = False,
     offload: bool = False,
+    validates: bool = False,
     **parallelism: object,
 ) -> Tables:
     """Return the tables of a layout of the tiny model; 8 sequences a step in any layout."""
@@ -48,6 +49,7 @@ def tables(
         "parallelism": parallelism,
         "activation_checkpoint": {"kind": kind},
         "compile": {"enable": is_compiled},
+        "validator": {"enable": validates, "freq": 10, "steps": 2},
     }
 
 
@@ -60,8 +62,8 @@ TP = {"tensor_parallel_degree": 2}
 TWO: Mapping[str, Tables] = {
     "fsdp2": tables(4),
     "tp2": tables(8, **TP),
-    "pp2-1f1b": tables(8, **PP),
-    "pp2-interleaved": tables(8, **INTERLEAVED),
+    "pp2-1f1b": tables(8, validates=True, **PP),
+    "pp2-interleaved": tables(8, validates=True, **INTERLEAVED),
     "fsdp2-accumulate4": tables(1),
     "fsdp2-ac-full": tables(4, kind="full"),
     "fsdp2-ac-selective": tables(4, kind="selective"),
@@ -111,7 +113,7 @@ class OneProcess:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
     folder = tmp_path_factory.mktemp("layouts")
-    toml = write_toml(folder, **tables(8))
+    toml = write_toml(folder, **tables(8, validates=True))
     where = ["--dump_folder", str(folder / "seed"), "--checkpoint.create_seed_checkpoint"]
     assert train_here(toml, *where) == 0
     start = str(folder / "seed" / "checkpoint" / "step-0")
@@ -187,6 +189,17 @@ def test_two_processes_train_alike_slowly(two_slow: OneProcess, name: str) -> No
 @pytest.mark.parametrize("name", FOUR)
 def test_four_processes_train_alike(four: OneProcess, name: str) -> None:
     assert_trains_alike(four, name)
+
+
+@pytest.mark.parametrize("name", ["pp2-1f1b", "pp2-interleaved"])
+def test_pipelines_validate_alike(two: OneProcess, name: str) -> None:
+    found, wanted = rows_of(two.folder / name, "val"), rows_of(two.folder / "one", "val")
+    assert [row.step for row in found] == [row.step for row in wanted] == [1, 10, 20]
+    for got, want in zip(found, wanted, strict=True):
+        assert got.loss == pytest.approx(want.loss, rel=1e-6)
+        assert got.exit_ce == pytest.approx(want.exit_ce, rel=1e-6)
+        assert got.exit_shares == pytest.approx(want.exit_shares, rel=1e-5)
+        assert got.expected_depth == pytest.approx(want.expected_depth, rel=1e-5)
 
 
 @pytest.mark.cases
