@@ -155,7 +155,8 @@ class NviumModel(Llama3Model):
         """
         for given in (tokens, exit_states_EBTD, router_logits_JBT):
             if given is not None and given.requires_grad:  # from another stage
-                given.register_hook(torch.Tensor.contiguous)
+                # torch leaves the method untyped.
+                given.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
         hidden_BTD = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         exit_states = [] if exit_states_EBTD is None else list(exit_states_EBTD.unbind())
         router_logits = [] if router_logits_JBT is None else list(router_logits_JBT.unbind())
