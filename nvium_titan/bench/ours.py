@@ -20,6 +20,7 @@ from nvium_titan.decode import (
     SampledRouter,
     SamplingParams,
 )
+from nvium_titan.decode.block_model import TokenRunner
 from nvium_titan.decode.policy import ExitPolicy
 
 PARTS = ("blocks", "junctions", "head", "sampling", "python")
@@ -155,6 +156,9 @@ class _TimedModel:
         self.head_end = 0.0
         self._model = model
         self._spent = spent
+
+    token_runner: TokenRunner | None = None
+    """A token runs in pieces, or there would be nothing to split."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from nvium_titan.decode.deferred import FilledCounts
 from nvium_titan.decode.kv_cache import SequenceBuffers
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.sampling import Sampler
@@ -29,6 +30,37 @@ class Group(NamedTuple):
     """Slots to attend over, at least first + rows; what a row must not see is masked."""
 
 
+class TokenRun(NamedTuple):
+    """What running one token as a whole gives."""
+
+    exit_index: int
+    """Where it left."""
+    logits_V: Tensor
+    """The logits of that exit."""
+
+
+class TokenRunner(Protocol):
+    """Runs all that one token needs at once, where that is cheaper than in pieces."""
+
+    def __call__(
+        self,
+        buffers: SequenceBuffers,
+        counts: FilledCounts,
+        thresholds: Sequence[float],
+        *,
+        reads_router: bool,
+    ) -> TokenRun:
+        """Run blocks and junctions until the token leaves, then its exit and the head.
+
+        Args:
+            buffers: The sequence, written.
+            counts: Its counts, written.
+            thresholds: For each junction, the router logit above which the token leaves there;
+                -inf and +inf force it.
+            reads_router: Whether the routers are run.
+        """
+
+
 class BlockModel(Protocol):
     """The forward pass in the pieces that decoding needs. Weights only; sequences own the rest."""
 
@@ -38,6 +70,8 @@ class BlockModel(Protocol):
     """Type of the boundary states and of the KV cache."""
     sampler: Sampler | None
     """What draws tokens from its logits; torch if None."""
+    token_runner: TokenRunner | None
+    """What runs a token as a whole; if None, it is run in the pieces below."""
 
     def embed(self, buffers: SequenceBuffers, token_ids: Sequence[int], *, first: int) -> None:
         """Write the embeddings of `token_ids` at positions `first`, `first` + 1, ..."""

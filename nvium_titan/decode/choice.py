@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from nvium_titan.core.mixture import at_least_float32, mixture_log_prob
-from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits
+from nvium_titan.decode.block_model import TokenRun
+from nvium_titan.decode.needs import Need, NeedBlock, NeedExit, NeedLogits
 from nvium_titan.decode.params import DecoderParams
-from nvium_titan.decode.policy import ExitPolicy, log_sigmoid
+from nvium_titan.decode.policy import ExitPolicy, exit_thresholds, log_sigmoid
 from nvium_titan.decode.results import GeneratedToken
 from nvium_titan.decode.runner import DecodeState
 from nvium_titan.decode.sampling import Noise, SamplingParams
@@ -117,6 +118,16 @@ def _draw(
     """
     position, last = state.length, len(params.config.exit_layers)
     asks_router = policy.reads_router or with_log_probs
+    if not with_log_probs:
+        uniforms = [noise.uniform(position, index) if asks_router else 0.5 for index in range(last)]
+        thresholds = exit_thresholds(policy, position=position, uniforms=uniforms)
+        run: TokenRun | None = None
+        if thresholds is not None:
+            run = yield NeedExit(thresholds, policy.reads_router)
+        if run is not None:
+            logits_V = run.logits_V[: params.num_tokens]
+            token_id = noise.draw(logits_V, position=position, sampling=sampling)
+            return Chosen(token_id, run.exit_index, math.nan, run.logits_V.unsqueeze(0))
     log_arrive = log_exit = 0.0
     for exit_index in range(last + 1):
         router_logit: float = yield NeedBlock(exit_index, asks_router and exit_index < last)

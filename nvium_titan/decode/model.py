@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from nvium_titan.bundle import BundleConfig
 from nvium_titan.core.mixture import at_least_float32
-from nvium_titan.decode.block_model import Group
+from nvium_titan.decode.block_model import Group, TokenRunner
 from nvium_titan.decode.deferred import DECODE_BUCKETS
 from nvium_titan.decode.kv_cache import GroupViews, Scratch, SequenceBuffers
 from nvium_titan.decode.params import DecoderParams, LayerParams
@@ -69,6 +69,7 @@ class DecoderModel:
         self.params = params
         self.state_dtype = params.dtype
         self.sampler: Sampler | None = None
+        self.token_runner: TokenRunner | None = None
         self.blocks = tuple(
             tuple(params.layers[index] for index in block) for block in config.plan.blocks
         )

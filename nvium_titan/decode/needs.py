@@ -25,4 +25,14 @@ class NeedLogits(NamedTuple):
     exit_indices: tuple[int, ...]
 
 
-Need = NeedBlock | NeedLogits
+class NeedExit(NamedTuple):
+    """All that the last token needs where its thresholds decide, as `exit_thresholds` gives them.
+
+    The answer is a `TokenRun`; or None where a token runs in pieces: then these are asked for.
+    """
+
+    thresholds: list[float]
+    reads_router: bool
+
+
+Need = NeedExit | NeedBlock | NeedLogits

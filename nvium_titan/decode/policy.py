@@ -8,6 +8,7 @@ arguments alone, so one object may serve any number of sequences.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -184,6 +185,33 @@ class ScriptedExits:
         """See `ExitPolicy`."""
         script = self.exit_indices
         return junction_index == script[(position - self.first_position) % len(script)]
+
+
+def exit_thresholds(
+    policy: ExitPolicy, *, position: int, uniforms: Sequence[float]
+) -> list[float] | None:
+    """Return, for each junction, the router logit above which the token leaves there.
+
+    -inf where it leaves and +inf where it goes on whatever the router says. The decision is that of
+    `leaves`, before a router has run: u < sigmoid(z / T) is z > T log(u / (1 - u)).
+
+    Args:
+        policy: None is returned for a policy that is not one of this module.
+        position: Position of the token being chosen.
+        uniforms: The uniform number of each junction.
+    """
+    if type(policy) is SampledRouter:
+        return [policy.temperature * (math.log(u) - math.log1p(-u)) for u in uniforms]
+    if type(policy) is RouterGreedy:
+        return [0.0] * len(uniforms)
+    if type(policy) in (FixedExit, ScriptedExits):
+        return [
+            -math.inf
+            if policy.leaves(index, position=position, router_logit=math.nan, uniform=u)
+            else math.inf
+            for index, u in enumerate(uniforms)
+        ]
+    return None
 
 
 def sigmoid(z: float) -> float:

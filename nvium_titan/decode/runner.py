@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nvium_titan.decode.block_model import BlockModel, Group
+from nvium_titan.decode.block_model import BlockModel, Group, TokenRun
 from nvium_titan.decode.deferred import (
     DECODE_BUCKETS,
     PREFILL_BUCKETS,
@@ -22,7 +22,7 @@ from nvium_titan.decode.deferred import (
     bucket_rows,
 )
 from nvium_titan.decode.kv_cache import SequenceBuffers, WorkSpace
-from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits
+from nvium_titan.decode.needs import Need, NeedBlock, NeedExit, NeedLogits
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.results import DecodeStats, GeneratedToken
 
@@ -193,8 +193,10 @@ class BlockRunner:
             token: GeneratedToken = end.value
             return token
 
-    def answer(self, state: DecodeState, need: Need) -> float | Tensor:
-        """Do what one sequence needs, now. A router is one host read."""
+    def answer(self, state: DecodeState, need: Need) -> TokenRun | float | Tensor | None:
+        """Do what one sequence needs, now. A router in a need of its own is one host read."""
+        if isinstance(need, NeedExit):
+            return self._run_token(state, need)
         if isinstance(need, NeedBlock):
             block_index = need.block_index
             self.fill(state, block_index)
@@ -206,6 +208,23 @@ class BlockRunner:
         state.stats.head_rows += len(need.exit_indices)
         o_parts = [self.model.exit_state(k, self._exit_input(state, k)) for k in need.exit_indices]
         return self.model.logits(_stack(o_parts))
+
+    def _run_token(self, state: DecodeState, need: NeedExit) -> TokenRun | None:
+        """Run a token as a whole, where the model can."""
+        run_token, counts = self.model.token_runner, state.counts
+        if run_token is None:
+            return None
+        owed = [counts.length - filled for filled in counts.filled]
+        run = run_token(state.buffers, counts, need.thresholds, reads_router=need.reads_router)
+        stats = state.stats
+        for block_index in range(run.exit_index + 1):
+            while owed[block_index] > 0:
+                rows = min(owed[block_index], DECODE_BUCKETS[-1])
+                owed[block_index] -= rows
+                stats.layers_run += self.block_sizes[block_index]
+                stats.group_sizes[rows] += 1
+        stats.head_rows += 1
+        return run
 
     def router_logits(self, states: Sequence[DecodeState], junction_index: int) -> list[float]:
         """Return z_k of the last token of some sequences. One host read for all.

@@ -16,8 +16,12 @@ from nvium_titan.decode import (
     DecoderParams,
     DecodeState,
     Engine,
+    ExitPolicy,
+    FixedExit,
     GenerationRequest,
     Noise,
+    RouterGreedy,
+    SampledRouter,
     SamplingParams,
     ScriptedExits,
 )
@@ -244,3 +248,43 @@ def test_native_draws_are_the_draws_of_the_noise(
     slow = Noise(seed, vocab_size=vocab_size)
     drawn = [noise.draw(logits_V, position=position, sampling=sampling) for noise in (fast, slow)]
     assert drawn[0] == drawn[1]
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SampledRouter(),
+        SampledRouter(temperature=0.5),
+        RouterGreedy(),
+        FixedExit(exit_index=1),
+        ScriptedExits(exit_indices=(0,) * 45 + (1, 2), first_position=3),
+        ScriptedExits(exit_indices=(0, 2, 1), first_position=3, runs_router=True),
+    ],
+    ids=["sampled", "hot", "greedy", "fixed", "long-owed", "scripted-with-routers"],
+)
+def test_a_token_run_as_a_whole_is_the_one_run_in_pieces(
+    policy: ExitPolicy, dtype: torch.dtype
+) -> None:
+    whole, pieces = (make(CONFIGS["gqa-uneven"], dtype) for _ in range(2))
+    pieces.runner.model.token_runner = None
+    states = whole.new_state(), pieces.new_state()
+    results = [
+        engine.generate(
+            [1, 2, 3],
+            max_new_tokens=100,
+            policy=policy,
+            sampling=SamplingParams(temperature=0.9),
+            seed=4,
+            state=state,
+        ).result()
+        for engine, state in zip((whole, pieces), states, strict=True)
+    ]
+    assert results[0].token_ids == results[1].token_ids
+    assert results[0].exit_indices == results[1].exit_indices
+    assert states[0].counts == states[1].counts
+    assert torch.equal(states[0].buffers.kv_LGSH, states[1].buffers.kv_LGSH)
+    stats = [result.stats for result in results]
+    assert stats[0].group_sizes == stats[1].group_sizes
+    assert stats[0].layers_run == stats[1].layers_run
+    assert stats[0].host_reads == 100

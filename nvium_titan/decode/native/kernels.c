@@ -550,6 +550,66 @@ void nvium_linear(int kind, const Linear *linear, const float *x, int rows, floa
     }
 }
 
+typedef struct {
+    const float *norm, *router_norm, *leave;  // (D,)
+    float leave_bias;
+    int32_t has_adapter;
+    Linear adapter_in, adapter_out, fc1, fc2;
+} Exit;
+
+// All of a model that one token may need.
+typedef struct {
+    Dims dims;
+    const Layer *const *blocks;
+    const int32_t *num_layers;
+    const Exit *exits;
+    int32_t num_exits;
+    Linear head;
+} Model;
+
+// Run what the last token of a sequence needs: owed rows of its blocks, junctions, one exit.
+//
+// It leaves at junction k if its router logit exceeds thresholds[k], which is infinite where the
+// exit is forced; without `reads_router` the routers are not run. `filled` counts the positions
+// that each block has, and moves with them. Returns the exit; writes its logits (V,).
+int32_t nvium_run_token(const Model *m, Group *groups, int32_t *filled, int length,
+                        int largest_group, const double *thresholds, int reads_router,
+                        float *logits, float *work, int threads) {
+    const Dims *d = &m->dims;
+    float *n = work, *o = n + d->width, *score = o + d->width;
+    work = score + d->width;
+    int k = 0;
+    for (;; k++) {
+        Group *group = &groups[k];
+        while (filled[k] < length) {
+            group->first = filled[k];
+            group->rows = length - filled[k] < largest_group ? length - filled[k] : largest_group;
+            nvium_run_block(d, m->blocks[k], m->num_layers[k], group, 1, length, work, threads);
+            filled[k] += group->rows;
+        }
+        const Exit *exit = &m->exits[k];
+        nvium_norm(group->output + (length - 1L) * d->width, exit->norm, d->width, d->eps, 1, n);
+        if (k == m->num_exits - 1) break;
+        const int is_forced = thresholds[k] == -INFINITY;
+        if (reads_router) {
+            float z;
+            nvium_two_layers(d->kind, &exit->fc1, &exit->fc2, GELU, n, 0, 1, score, work, threads);
+            nvium_score(score, exit->router_norm, exit->leave, exit->leave_bias, d->width, d->eps,
+                        1, &z);
+            if (z > thresholds[k]) break;
+        }
+        if (is_forced) break;
+    }
+    const Exit *exit = &m->exits[k];
+    if (exit->has_adapter) {
+        nvium_two_layers(d->kind, &exit->adapter_in, &exit->adapter_out, SILU, n, n, 1, o, work,
+                         threads);
+        n = o;
+    }
+    nvium_linear(d->kind, &m->head, n, 1, logits, work, threads);
+    return k;
+}
+
 // The token with the largest logit / temperature + Gumbel noise: a draw from the softmax.
 //
 // Noise is that of `decode.sampling.gumbel_noise`, in float64. Few tokens need it: one with noise

@@ -11,7 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from ctypes import (
+    Array,
     Structure,
+    addressof,
     byref,
     c_double,
     c_float,
@@ -21,13 +23,14 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nvium_titan.decode.block_model import Group
-from nvium_titan.decode.deferred import PREFILL_BUCKETS
+from nvium_titan.decode.block_model import Group, TokenRun, TokenRunner
+from nvium_titan.decode.deferred import DECODE_BUCKETS, PREFILL_BUCKETS, FilledCounts
 from nvium_titan.decode.kv_cache import SequenceBuffers
 from nvium_titan.decode.model import rope_table
 from nvium_titan.decode.native.build import load_library
@@ -80,16 +83,24 @@ class _Group(Structure):
     )
 
 
-class _Exit:
-    """One exit's norm, adapter and router, packed."""
+class _Exit(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("norm", "router_norm", "leave")),
+        ("leave_bias", c_float),
+        ("has_adapter", c_int32),
+        *((name, _Linear) for name in ("adapter_in", "adapter_out", "fc1", "fc2")),
+    )
 
-    def __init__(self, norm_D: Tensor) -> None:
-        self.norm_D = norm_D
-        self.adapter: tuple[_Linear, _Linear] | None = None
-        self.router: tuple[_Linear, _Linear] | None = None
-        self.router_norm_D = norm_D
-        self.leave_D = norm_D
-        self.leave_bias = 0.0
+
+class _Model(Structure):
+    _fields_ = (
+        ("dims", _Dims),
+        ("blocks", c_void_p),
+        ("num_layers", c_void_p),
+        ("exits", c_void_p),
+        ("num_exits", c_int32),
+        ("head", _Linear),
+    )
 
 
 class NativeModel:
@@ -112,6 +123,7 @@ class NativeModel:
         self.params = params.without_weights()
         self.state_dtype = torch.float32
         self.sampler: Sampler | None = self._sample
+        self.token_runner: TokenRunner | None = self._run_token
         self._library = load_library()
         self._library.nvium_work_floats.restype = c_long
         self._kept: list[Tensor] = []
@@ -145,29 +157,39 @@ class NativeModel:
                 packed.up = self._pack(layer.gate_up_D2F[:, ffn:])
                 packed.down = self._pack(layer.down_FD)
             self._blocks.append(layers)
-        self._exits = []
-        for weights in params.exits:
-            packed_exit = _Exit(weights.norm_2D[: self._width].float())
+        exits = (_Exit * len(params.exits))()
+        for packed_exit, weights in zip(exits, params.exits, strict=True):
+            packed_exit.norm = self._keep(weights.norm_2D[: self._width].float())
             if weights.adapter_in_DA is not None and weights.adapter_out_AD is not None:
-                packed_exit.adapter = (
-                    self._pack(weights.adapter_in_DA),
-                    self._pack(weights.adapter_out_AD),
-                )
+                packed_exit.has_adapter = 1
+                packed_exit.adapter_in = self._pack(weights.adapter_in_DA)
+                packed_exit.adapter_out = self._pack(weights.adapter_out_AD)
             if weights.router is not None:
                 router = weights.router
-                packed_exit.router = (
-                    self._pack(router.fc1_DR, bias=router.fc1_bias_R),
-                    self._pack(
-                        router.fc2_R2D[:, : self._width], bias=router.fc2_bias_2D[: self._width]
-                    ),
+                packed_exit.fc1 = self._pack(router.fc1_DR, bias=router.fc1_bias_R)
+                packed_exit.fc2 = self._pack(
+                    router.fc2_R2D[:, : self._width], bias=router.fc2_bias_2D[: self._width]
                 )
-                packed_exit.router_norm_D = router.norm_2D[: self._width].float()
-                packed_exit.leave_D = router.leave_2D[: self._width].float()
+                packed_exit.router_norm = self._keep(router.norm_2D[: self._width].float())
+                packed_exit.leave = self._keep(router.leave_2D[: self._width].float())
                 packed_exit.leave_bias = float(router.leave_bias)
-            self._exits.append(packed_exit)
+        self._exits = exits
         self._head = self._pack(params.head_VD.t())
+        self._block_pointers = (c_void_p * len(self._blocks))(*map(addressof, self._blocks))
+        self._layer_counts = (c_int32 * len(self._blocks))(*map(len, self._blocks))
+        self._model = _Model(
+            dims=self._dims,
+            blocks=addressof(self._block_pointers),
+            num_layers=addressof(self._layer_counts),
+            exits=addressof(exits),
+            num_exits=len(exits),
+            head=self._head,
+        )
+        # The groups of a sequence, one per block: addresses that stay as long as its buffers.
+        self._groups: WeakKeyDictionary[SequenceBuffers, Array[_Group]] = WeakKeyDictionary()
         self._work = torch.empty(0)
         self._lock = threading.Lock()
+        self._token_threads = self._token_floats = 0
 
     def _keep(self, tensor: Tensor) -> int:
         """Return the address of a tensor that lives as long as the model."""
@@ -222,14 +244,11 @@ class NativeModel:
         """
         packed = (_Group * len(groups))()
         num_rows = most_slots = 0
-        for item, group in zip(packed, groups, strict=True):
-            buffers = group.buffers
-            item.kv = buffers.slots_LGSH[block_index].data_ptr()
-            item.input = buffers.boundary_SD[block_index].data_ptr()
-            item.output = buffers.boundary_SD[block_index + 1].data_ptr()
-            item.slots = buffers.num_slots
+        for index, group in enumerate(groups):
+            item = self._groups_of(group.buffers)[block_index]
             item.first = group.first
             item.rows = group.rows
+            packed[index] = item
             num_rows += group.rows
             most_slots = max(most_slots, group.first + group.rows)
         assert num_rows <= _MOST_ROWS, "the runner caps the rows of a call"
@@ -244,11 +263,71 @@ class NativeModel:
                 c_void_p(self._work_space(size)), threads,
             )  # fmt: skip
 
+    def _groups_of(self, buffers: SequenceBuffers) -> Array[_Group]:
+        groups = self._groups.get(buffers)
+        if groups is None:
+            groups = self._groups[buffers] = (_Group * len(self._blocks))()
+            for block_index, item in enumerate(groups):
+                item.kv = buffers.slots_LGSH[block_index].data_ptr()
+                item.input = buffers.boundary_SD[block_index].data_ptr()
+                item.output = buffers.boundary_SD[block_index + 1].data_ptr()
+                item.slots = buffers.num_slots
+        return groups
+
+    def _run_token(
+        self,
+        buffers: SequenceBuffers,
+        counts: FilledCounts,
+        thresholds: Sequence[float],
+        *,
+        reads_router: bool,
+    ) -> TokenRun:
+        """Run all that the last token of a sequence needs, in one call and one host read.
+
+        The kernels are those of the pieces, so the numbers are the same to the bit.
+
+        Args:
+            buffers: The sequence, written.
+            counts: Its counts, written. Runs longer than the largest bucket go in chunks.
+            thresholds: For each junction, the router logit above which the token leaves there:
+                -inf and +inf force it, whatever the router says.
+            reads_router: Whether the routers are run.
+
+        Returns:
+            The exit and its logits, a new tensor.
+        """
+        num_blocks, threads = len(self._blocks), torch.get_num_threads()
+        filled = (c_int32 * num_blocks)(*counts.filled)
+        logits_V = torch.empty(self._head.outputs)
+        with self._lock:
+            if threads != self._token_threads:
+                self._token_threads = threads
+                self._token_floats = self._floats_for_a_token(threads)
+            exit_index: int = self._library.nvium_run_token(
+                byref(self._model), self._groups_of(buffers), filled, counts.length,
+                DECODE_BUCKETS[-1], (c_double * len(thresholds))(*thresholds), reads_router,
+                c_void_p(logits_V.data_ptr()), c_void_p(self._work_space(self._token_floats)),
+                threads,
+            )  # fmt: skip
+        counts.filled[:] = filled
+        return TokenRun(exit_index, logits_V)
+
+    def _floats_for_a_token(self, threads: int) -> int:
+        size: int = self._library.nvium_work_floats(
+            byref(self._dims), _MOST_ROWS, c_long(self._num_slots), threads
+        )
+        layers = [self._head]
+        for item in self._exits:
+            layers += [item.adapter_in, item.adapter_out, item.fc1, item.fc2]
+        widest = max(max(layer.inputs, layer.outputs) for layer in layers[1:])
+        widest = max(widest, self._head.inputs) + 2 * _PANEL
+        return 3 * self._width + max(int(size), (threads + 1) * int(widest))
+
     def exit_norm(self, exit_index: int, h_TD: Tensor) -> Tensor:
         """Return n_k = RMSNorm_k(h_k); see `DecoderModel.exit_norm`."""
         n_TD = torch.empty_like(h_TD)
         self._library.nvium_norm(
-            c_void_p(h_TD.data_ptr()), c_void_p(self._exits[exit_index].norm_D.data_ptr()),
+            c_void_p(h_TD.data_ptr()), c_void_p(self._exits[exit_index].norm),
             self._width, c_float(self._eps), len(h_TD), c_void_p(n_TD.data_ptr()),
         )  # fmt: skip
         return n_TD
@@ -256,25 +335,32 @@ class NativeModel:
     def router_logit(self, junction_index: int, n_TD: Tensor) -> Tensor:
         """Return z_k, exit minus continue, shape (T,); see `DecoderModel.router_logit`."""
         weights = self._exits[junction_index]
-        assert weights.router is not None, "the last exit has no router"
-        score_TD = self._two_layers(weights.router, _GELU, n_TD, residual_TD=None)
+        assert weights.router_norm, "the last exit has no router"
+        score_TD = self._two_layers(weights.fc1, weights.fc2, _GELU, n_TD, residual_TD=None)
         z_T = torch.empty(len(n_TD))
         self._library.nvium_score(
-            c_void_p(score_TD.data_ptr()), c_void_p(weights.router_norm_D.data_ptr()),
-            c_void_p(weights.leave_D.data_ptr()), c_float(weights.leave_bias),
+            c_void_p(score_TD.data_ptr()), c_void_p(weights.router_norm),
+            c_void_p(weights.leave), c_float(weights.leave_bias),
             self._width, c_float(self._eps), len(n_TD), c_void_p(z_T.data_ptr()),
         )  # fmt: skip
         return z_T
 
     def exit_state(self, exit_index: int, n_TD: Tensor) -> Tensor:
         """Return o_k = n_k + A_k(n_k); see `DecoderModel.exit_state`."""
-        adapter = self._exits[exit_index].adapter
-        return n_TD if adapter is None else self._two_layers(adapter, _SILU, n_TD, residual_TD=n_TD)
+        item = self._exits[exit_index]
+        if not item.has_adapter:
+            return n_TD
+        return self._two_layers(item.adapter_in, item.adapter_out, _SILU, n_TD, residual_TD=n_TD)
 
     def _two_layers(
-        self, layers: tuple[_Linear, _Linear], act: int, n_TD: Tensor, *, residual_TD: Tensor | None
+        self,
+        first: _Linear,
+        second: _Linear,
+        act: int,
+        n_TD: Tensor,
+        *,
+        residual_TD: Tensor | None,
     ) -> Tensor:
-        first, second = layers
         num_rows, threads = len(n_TD), torch.get_num_threads()
         out_TD = torch.empty_like(n_TD)
         widest = max(first.inputs, second.inputs) + 2 * _PANEL
