@@ -34,6 +34,7 @@ from nvium_titan.metrics import NviumMetricsProcessor
 from nvium_titan.model import model_spec
 from nvium_titan.model.float8 import use_float8
 from nvium_titan.model.layout import check_layout
+from nvium_titan.model.parallelize import check_device
 from nvium_titan.optimizer import AdamW, LRSchedule, OptimizerConfig
 from nvium_titan.tokenizer import check_vocabulary
 from nvium_titan.validator import NviumValidator
@@ -152,6 +153,7 @@ class NviumTrainer(Trainer):
             )
 
     def __init__(self, config: Config) -> None:
+        check_device(parallelism=config.parallelism, training=config.training)
         if config.float8.enable:
             is_compiled = config.compile.enable and "model" in config.compile.components
             use_float8(config.model_spec.model, config.float8, is_compiled=is_compiled)

@@ -12,6 +12,31 @@ from nvium_titan.compat import sum_gradients_without_premul
 from nvium_titan.errors import ConfigError
 
 
+def check_device(*, parallelism: Any, training: Any) -> None:
+    """Check that this machine can do what a layout asks of its devices.
+
+    Args:
+        parallelism: torchtitan's table `[parallelism]`.
+        training: torchtitan's table `[training]`.
+
+    Raises:
+        ConfigError: If there is no accelerator and one is needed.
+    """
+    if utils.device_type != "cpu":
+        return
+    degree = parallelism.context_parallel_degree
+    if degree > 1:
+        raise ConfigError(
+            f"[parallelism] context_parallel_degree={degree}: the CPU has no attention over a "
+            "split sequence; set it to 1, or train on GPUs"
+        )
+    if training.enable_cpu_offload:
+        raise ConfigError(
+            "[training] enable_cpu_offload=true: there is no accelerator to move anything from; "
+            "set it to false"
+        )
+
+
 def parallelize_nvium(model: nn.Module, **kwargs: Any) -> nn.Module:
     """Apply tensor parallelism, activation checkpointing, compile and FSDP to a model part.
 
@@ -21,18 +46,9 @@ def parallelize_nvium(model: nn.Module, **kwargs: Any) -> nn.Module:
 
     Returns:
         The same model, parallelised in place.
-
-    Raises:
-        ConfigError: If context parallelism is asked for on the CPU.
     """
-    on_cpu = utils.device_type == "cpu"
-    if on_cpu and kwargs["parallel_dims"].cp_enabled:
-        raise ConfigError(
-            f"[parallelism] context_parallel_degree={kwargs['parallel_dims'].cp}: the CPU has no "
-            "attention over a split sequence; set it to 1, or train on GPUs"
-        )
     model = parallelize_llama(model, **kwargs)
-    if on_cpu:
+    if utils.device_type == "cpu":
         sum_gradients_without_premul(model)
     return model
 

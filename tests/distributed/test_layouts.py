@@ -28,14 +28,12 @@ def tables(
     *,
     kind: str = "none",
     is_compiled: bool = False,
-    offload: bool = False,
     validates: bool = False,
     **parallelism: object,
 ) -> Tables:
     """Return the tables of a layout of the tiny model; 8 sequences a step in any layout."""
     training: dict[str, object] = {
         "steps": 20, "global_batch_size": 8, "local_batch_size": local_batch_size,
-        "enable_cpu_offload": offload,
     }  # fmt: skip
     if "pipeline_parallel_degree" in parallelism:
         training["disable_cuda_graphs"] = True
@@ -71,7 +69,6 @@ TWO: Mapping[str, Tables] = {
 TWO_SLOW: Mapping[str, Tables] = {
     "tp2-no-sp": tables(8, **TP, enable_sequence_parallel=False),
     "pp2-1f1b-uneven": tables(8, **HEAD_COUNTS_NOTHING),
-    "fsdp2-offload": tables(4, offload=True),
     "pp2-gpipe": tables(8, **PP, pipeline_parallel_schedule="GPipe"),
     "pp2-looped-bfs": tables(8, **INTERLEAVED | {"pipeline_parallel_schedule": "LoopedBFS"}),
     "fsdp2-compile": tables(4, is_compiled=True),

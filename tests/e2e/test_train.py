@@ -342,6 +342,8 @@ def test_bfloat16_compute_trains_what_float32_trains(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--parallelism.expert_parallel_degree", "2"], "the model has no experts"),
+        (["--parallelism.context_parallel_degree", "2"], "no attention over a split sequence"),
+        (["--training.enable_cpu_offload"], "there is no accelerator to move anything from"),
         (["--parallelism.spmd_backend", "full_dtensor"], "the mixture loss needs plain tensors"),
     ],
 )
