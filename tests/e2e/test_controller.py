@@ -56,5 +56,5 @@ def test_beta_follows_the_baseline_and_resumes(
     assert again == whole
 
     capfd.readouterr()
-    assert train_here(toml, "--no-validator.enable") == 2
+    assert train_here(toml, "--validator.enable", "false") == 2
     assert "beta follows the validation loss" in capfd.readouterr().err
