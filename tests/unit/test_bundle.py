@@ -278,7 +278,10 @@ def test_damaged_bundles_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"model_type": "gpt2"}, r"x\.json: model_type='gpt2': must be one of nvium, nvium_int8, llama"),
+        (
+            {"model_type": "gpt2"},
+            r"x\.json: model_type='gpt2': must be one of nvium, nvium_int8, llama",
+        ),
         ({"rope_scaling": {"type": "yarn"}}, r"rope_scaling=.*only None is supported"),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu': only 'silu' is supported"),
         ({"hidden_size": "32"}, r"hidden_size='32': must be of type int"),
