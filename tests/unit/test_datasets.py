@@ -18,7 +18,6 @@ from nvium_titan.config import load_config
 from nvium_titan.data.datasets import IGNORED_LABEL, TextDataLoader
 from nvium_titan.data.documents import PIECE_BYTES, Document, Rejected, open_files, split_of
 from nvium_titan.data.python_docs import MIN_CHARS, python_docs
-
 from nvium_titan.data.tokenizers import TextTokenizer
 from nvium_titan.errors import ConfigError, DataError, TokenizerError
 from nvium_titan.tokenizer import ByteTokenizer, check_vocabulary
