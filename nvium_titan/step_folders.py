@@ -83,10 +83,11 @@ def describe(folder: Path | str, *, but: Path | None = None) -> str:
     """Return which good checkpoints a folder holds, for a message.
 
     Args:
-        folder: A checkpoint folder.
+        folder: A checkpoint folder, or the folder of a run.
         but: A step folder to leave out.
     """
-    good = [path for path in finished_folders(folder) if path != but and not fault_in(path)]
+    finished = [*finished_folders(folder), *finished_folders(Path(folder) / "checkpoint")]
+    good = [path for path in finished if path != but and not fault_in(path)]
     return f"good checkpoints: {', '.join(map(str, good))}" if good else "no good checkpoint found"
 
 

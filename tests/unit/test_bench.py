@@ -127,6 +127,7 @@ def test_scripts_of_other_seeds_are_in_another_order() -> None:
 
 def test_forced_exits_run_and_read_the_routers_if_told_to() -> None:
     engine = BenchModel.random(tiny_dims(), seed=0).load_engine(dtype="float32", max_seq_len=20)
+    engine.runner.model.token_runner = None  # in pieces, so that each router read is counted
     reads = {}
     for runs_router in (False, True):
         policy = ScriptedExits(exit_indices=(2, 0), first_position=3, runs_router=runs_router)
@@ -161,11 +162,7 @@ def test_figures_are_those_of_the_runs() -> None:
     assert figures.num_pairs == 3
     assert figures.exit_shares == [0.35, 0.2, 0.15, 0.3]
     assert figures.layers_per_token == pytest.approx(0.35 * 1 + 0.2 * 2 + 0.15 * 3 + 0.3 * 4)
-    # 1, 2, 3 and 3 routers are read at the four exits; the prompt's token is one more of the last.
-    per_exit = {0: 2, 1: 3, 2: 4, 3: 4}
-    script = exit_script(SHARES, 20, seed=0)
-    reads = sum(per_exit[index] for index in (*script, script[-1]))
-    assert figures.host_reads_per_token == pytest.approx(reads / 21)
+    assert figures.host_reads_per_token == 1  # the native kernels read the routers themselves
     assert figures.limit == pytest.approx(limit_speedup(tiny_dims(), SHARES))
     assert figures.fraction_of_limit == pytest.approx(figures.ratio / figures.limit)
     assert figures.weight_mb_per_token["dense"] / figures.weight_mb_per_token[
@@ -250,8 +247,7 @@ def test_ext_05_what_early_exits_cost_and_gain_is_counted(
         dense.dtype, dense.version, dense.threads,
     )  # fmt: skip
     assert figures.layers_per_token == layers
-    routers = {4: 3, 2.5: 2, 1: 1}[layers]
-    assert figures.host_reads_per_token == pytest.approx(1 + routers, abs=0.1)
+    assert figures.host_reads_per_token == 1
     if shares[-1] == 1:
         assert figures.limit < 1, "routers and adapters cost more than nothing"
     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torchtitan.config import ConfigManager
 
 from nvium_titan import config_registry, train
@@ -146,20 +147,19 @@ def test_cfg_02_misplaced_key_is_told_its_table(tmp_path, text, message):
 def test_cfg_05_a_missing_checkpoint_never_becomes_random_weights(tmp_path):
     empty, run = tmp_path / "empty", tmp_path / "run"
     empty.mkdir()
-    (run / "checkpoint" / "step-10").mkdir(parents=True)
-    (run / "checkpoint" / "step-10" / ".metadata").touch()
     step = run / "checkpoint" / "step-10"
+    dcp.save({"weight": torch.zeros(3)}, checkpoint_id=step, no_dist=True)
     fresh = ("--dump_folder", str(tmp_path / "new"))
     key = "--checkpoint.initial_load_path"
     for path, message in (
-        (tmp_path / "nowhere", "no .metadata in it; no checkpoint found"),
-        (empty, "no .metadata in it; no checkpoint found"),
-        (run, f"no .metadata in it; checkpoints found: {step}"),
+        (tmp_path / "nowhere", "no .metadata in it; no good checkpoint found"),
+        (empty, "no .metadata in it; no good checkpoint found"),
+        (run, f"no .metadata in it; good checkpoints: {step}"),
     ):
         with pytest.raises(CheckpointError, match=re.escape(f"{str(path)!r}: {message}")):
             train.check_inputs(load(DEBUG, *fresh, key, str(path)))
     train.check_inputs(load(DEBUG, *fresh, key, str(step)))
-    with pytest.raises(CheckpointError, match=r"load_step=20: no .*checkpoints found: .*step-10"):
+    with pytest.raises(CheckpointError, match=r"load_step=20: no .*good checkpoints: .*step-10"):
         train.check_inputs(load(DEBUG, "--dump_folder", str(run), "--checkpoint.load_step", "20"))
     train.check_inputs(load(DEBUG, "--dump_folder", str(run), "--checkpoint.load_step", "10"))
     with pytest.raises(ConfigError, match="nothing is loaded while enable=false"):
