@@ -148,5 +148,5 @@ def test_load_peer_names_what_it_cannot_do(
         load_anything("hf", tmp_path / "nvium")
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
     monkeypatch.delitem(sys.modules, "nvium_titan.bench.peers.llama_cpp", raising=False)
-    with pytest.raises(BenchError, match=r"xllamacpp.*nvium-titan\[peers\]"):
+    with pytest.raises(BenchError, match=r"(xllamacpp|gguf).*nvium-titan\[peers\]"):
         load_anything("llama.cpp", bundle)
