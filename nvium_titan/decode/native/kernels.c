@@ -24,9 +24,6 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 enum { PANEL = 16, HALF = 8, TILE = 6, INNER = 256, MAX_ROWS = 128 };
 enum { FLOAT32, BFLOAT16, INT8 };
@@ -469,18 +466,6 @@ void nvium_run_block(const Dims *d, const Layer *layers, int num_layers, const G
 #pragma omp barrier
         }
     }
-}
-
-// Ask for large pages below fresh memory: reading weights in 4 kB pages costs translations.
-void nvium_use_large_pages(void *memory, int64_t num_bytes) {
-#ifdef MADV_HUGEPAGE
-    const uintptr_t page = 1 << 21;
-    uintptr_t from = ((uintptr_t)memory + page - 1) / page * page;
-    uintptr_t to = ((uintptr_t)memory + num_bytes) / page * page;
-    if (from < to) madvise((void *)from, to - from, MADV_HUGEPAGE);
-#else
-    (void)memory, (void)num_bytes;
-#endif
 }
 
 // out (R, D) = RMSNorm(x (R, D)).

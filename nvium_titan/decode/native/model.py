@@ -42,7 +42,6 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PANEL = 16
 _PLAIN_ACT, _SILU, _GELU = 0, 1, 2
 _MOST_ROWS = PREFILL_BUCKETS[-1]
-_ARENA_BYTES = 1 << 26
 
 
 class _Linear(Structure):
@@ -127,8 +126,7 @@ class NativeModel:
         self.token_runner: TokenRunner | None = self._run_token
         self._library = load_library()
         self._library.nvium_work_floats.restype = c_long
-        self._kept = [torch.empty(0, dtype=torch.uint8)]
-        self._used = 0
+        self._kept: list[Tensor] = []
         self._dtype = torch.int8 if params.is_int8 else params.dtype
         self._kind = _KINDS[self._dtype]
         self._width = config.hidden_size
@@ -194,20 +192,9 @@ class NativeModel:
         self._token_threads = self._token_floats = 0
 
     def _keep(self, tensor: Tensor) -> int:
-        """Return the address of a copy that lives as long as the model, in large pages."""
-        tensor = tensor.contiguous()
-        num_bytes = -(-tensor.nbytes // 64) * 64
-        if self._kept[-1].numel() - self._used < num_bytes:
-            self._kept.append(torch.empty(max(num_bytes, _ARENA_BYTES), dtype=torch.uint8))
-            self._used = 0
-            self._library.nvium_use_large_pages(
-                c_void_p(self._kept[-1].data_ptr()), c_int64(self._kept[-1].numel())
-            )
-        place = self._kept[-1].narrow(0, self._used, tensor.nbytes)
-        self._used += num_bytes
-        copy = place.view(tensor.dtype).view(tensor.shape)
-        copy.copy_(tensor)
-        return copy.data_ptr()
+        """Return the address of a tensor that lives as long as the model."""
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
 
     def _pack(self, weight_IO: Tensor, *, bias: Tensor | None = None) -> _Linear:
         """Return a matrix in panels of 16 outputs, (P, I, 16), in the order the kernels read.
