@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,7 +104,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-class _Base:
+class _Base(ABC):
     """What the three kinds share: the special ids and the one decoder."""
 
     kind: str
@@ -132,14 +133,14 @@ class _Base:
             stream.push(token_id)
         return stream
 
-    def _encode_text(self, text: str) -> list[int]:
-        raise NotImplementedError
+    @abstractmethod
+    def _encode_text(self, text: str) -> list[int]: ...
 
-    def _new_stream(self) -> TextStream:
-        raise NotImplementedError
+    @abstractmethod
+    def _new_stream(self) -> TextStream: ...
 
-    def _model_bytes(self) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def _model_bytes(self) -> bytes: ...
 
     def _check_id(self, token_id: int) -> None:
         if not 0 <= token_id < self.vocab_size:
