@@ -15,6 +15,7 @@ import torch
 
 from nvium_titan.errors import BundleError, ConfigError, nearest
 from nvium_titan.exit_plan import ExitPlan
+from nvium_titan.flops import ModelDims
 from nvium_titan.quantization import SCALE_SUFFIX, is_quantized
 
 CONFIG_FILE = "config.json"
@@ -128,6 +129,26 @@ class BundleConfig:
                     f"exit_layers={list(self.exit_layers)}, final_adapter={self.final_adapter}; "
                     f"fix {CONFIG_FILE}"
                 )
+
+    @property
+    def dims(self) -> ModelDims:
+        """The dimensions, for the arithmetic of `flops`."""
+        return ModelDims(
+            vocab_size=self.vocab_size,
+            dim=self.hidden_size,
+            num_layers=self.num_hidden_layers,
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            ffn_dim=self.intermediate_size,
+            rope_theta=self.rope_theta,
+            norm_eps=self.rms_norm_eps,
+            max_seq_len=self.max_position_embeddings,
+            tie_embeddings=self.tie_word_embeddings,
+            exit_layers=self.exit_layers,
+            router_dim=self.router_dim,
+            adapter_dim=self.adapter_dim,
+        )
 
     @property
     def plan(self) -> ExitPlan:

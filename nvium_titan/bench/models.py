@@ -74,23 +74,7 @@ class BenchModel:
     @property
     def dims(self) -> ModelDims:
         """The dimensions, for the arithmetic of `flops`."""
-        config = self.config
-        return ModelDims(
-            vocab_size=config.vocab_size,
-            dim=config.hidden_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            ffn_dim=config.intermediate_size,
-            rope_theta=config.rope_theta,
-            norm_eps=config.rms_norm_eps,
-            max_seq_len=config.max_position_embeddings,
-            tie_embeddings=config.tie_word_embeddings,
-            exit_layers=config.exit_layers,
-            router_dim=config.router_dim,
-            adapter_dim=config.adapter_dim,
-        )
+        return self.config.dims
 
     @property
     def context(self) -> int:

@@ -118,8 +118,8 @@ def _draw(
     """
     position, last = state.length, len(params.config.exit_layers)
     asks_router = policy.reads_router or with_log_probs
+    uniforms = [noise.uniform(position, index) if asks_router else 0.5 for index in range(last)]
     if not with_log_probs:
-        uniforms = [noise.uniform(position, index) if asks_router else 0.5 for index in range(last)]
         thresholds = exit_thresholds(policy, position=position, uniforms=uniforms)
         run: TokenRun | None = None
         if thresholds is not None:
@@ -136,7 +136,7 @@ def _draw(
             break
         uniform = math.nan
         if asks_router:
-            uniform = noise.uniform(position, exit_index)
+            uniform = uniforms[exit_index]
             log_exit = log_arrive + log_sigmoid(router_logit)
             log_arrive += log_sigmoid(-router_logit)
         if policy.leaves(exit_index, position=position, router_logit=router_logit, uniform=uniform):

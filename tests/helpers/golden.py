@@ -38,28 +38,9 @@ def import_golden(folder: Path, scratch: Path) -> Bundle:
     return read_bundle(scratch / folder.name)
 
 
-def dims_of(config: BundleConfig) -> ModelDims:
-    return ModelDims(
-        vocab_size=config.vocab_size,
-        dim=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        ffn_dim=config.intermediate_size,
-        rope_theta=config.rope_theta,
-        norm_eps=config.rms_norm_eps,
-        max_seq_len=config.max_position_embeddings,
-        tie_embeddings=config.tie_word_embeddings,
-        exit_layers=config.exit_layers,
-        router_dim=config.router_dim,
-        adapter_dim=config.adapter_dim,
-    )
-
-
 def training_model(config: BundleConfig, tensors: dict[str, Tensor]) -> NviumModel:
     """Build the model that is trained, of the tensors' type, from a bundle's tensors."""
-    dims = dims_of(config)
+    dims = config.dims
     model = model_spec(dims, flavor="test").model.build()
     with torch.no_grad():
         model.init_weights(buffer_device=None)

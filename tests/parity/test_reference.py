@@ -31,7 +31,6 @@ from nvium_titan.metrics import MixtureMetrics
 from nvium_titan.model.model import NviumModel
 from tests.helpers.golden import (
     MODELS,
-    dims_of,
     import_golden,
     load_json,
     rotate_in_double,
@@ -112,7 +111,7 @@ def gradient_norms(model: NviumModel, golden: Golden) -> dict[str, float]:
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.copy_(parameter.grad)
-    gradients = to_bundle(model.state_dict(), dims_of(golden.bundle.config))
+    gradients = to_bundle(model.state_dict(), golden.bundle.config.dims)
     return {name: gradient.double().norm().item() for name, gradient in gradients.items()}
 
 
@@ -269,7 +268,7 @@ def test_saturated_routers_differ_by_the_authors_clamps_alone(golden: Golden, ph
 def test_a_missing_rotary_permutation_is_noticed(
     golden: Golden, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, dims = golden.bundle.config, dims_of(golden.bundle.config)
+    config, dims = golden.bundle.config, golden.bundle.config.dims
 
     def error_of_the_model() -> float:
         model = golden.model("f64")
