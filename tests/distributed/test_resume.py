@@ -110,10 +110,8 @@ class Run:
         code = self.end()
         seconds = time.monotonic() - before
         assert code != 0
-        # torchrun names the rank that failed first, and what ended it.
-        report = self.log[self.log.index("Root Cause") :]
-        assert re.search(rf"rank\s*: {rank} ", report)
-        assert re.search(r"exitcode\s*: -9 ", report)
+        # torchrun lists the killed rank; another that noticed at once may stand as the root cause.
+        assert re.search(rf"rank\s*: {rank} .*\n\s*exitcode\s*: -9 ", self.log), self.log[-3000:]
         saving = [path.name for path in folders if path not in finished]
         return (
             f"rank {rank} killed, {self.step()} steps logged, "

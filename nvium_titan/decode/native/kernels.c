@@ -25,7 +25,8 @@
 #include <omp.h>
 #endif
 
-enum { PANEL = 16, HALF = 8, TILE = 6, INNER = 256, MAX_ROWS = 128 };
+enum { PANEL = 16, HALF = 8, PANELS = 4, STRIP = PANELS * PANEL, MAX_ROWS = 128 };
+enum { TILE = 6, FEW_ROWS = 16, STRIP_INNER = 64, PANEL_INNER = 256, AHEAD = 2048 };
 enum { FLOAT32, BFLOAT16, INT8 };
 
 typedef float floats __attribute__((vector_size(32), aligned(4), may_alias));
@@ -64,73 +65,79 @@ typedef struct {
 
 // ---- products ------------------------------------------------------------------------------
 
-// The sums of one panel for `rows` rows over inputs [from, to), added to sum (rows, 16).
-INLINE void add_tile(int kind, int rows, const void *act, long stride, const void *panel, int from,
-                     int to, float *sum) {
+// The sums of `panels` panels for `rows` rows over inputs [from, to), added to sum (R, STRIP).
+//
+// `kind`, `panels` and `rows` are constants, so that the sums stay in registers.
+INLINE void add_tile(int kind, int panels, int rows, const void *act, long stride,
+                     const char *weights, long panel_bytes, int from, int to, float *sum) {
     if (kind == INT8) {
-        ints low[TILE], high[TILE];
-        for (int r = 0; r < rows; r++) {
-            memcpy(&low[r], sum + r * PANEL, 32);
-            memcpy(&high[r], sum + r * PANEL + HALF, 32);
-        }
-        for (int i = from / 2; i < (to + 1) / 2; i++) {
-            const int8_t *w = (const int8_t *)panel + (long)i * 2 * PANEL;
-            __builtin_prefetch(w + 2048);
+        ints low[PANELS][TILE], high[PANELS][TILE];
+        for (int p = 0; p < panels; p++)
+            for (int r = 0; r < rows; r++) {
+                memcpy(&low[p][r], sum + r * STRIP + p * PANEL, 32);
+                memcpy(&high[p][r], sum + r * STRIP + p * PANEL + HALF, 32);
+            }
+        for (int i = from / 2; i < (to + 1) / 2; i++)
+            for (int p = 0; p < panels; p++) {
+                const int8_t *w = (const int8_t *)weights + p * panel_bytes + i * 2L * PANEL;
+                if (panels == 1) __builtin_prefetch(w + AHEAD);
 #ifdef __AVX2__
-            __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
-            __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + PANEL)));
-            for (int r = 0; r < rows; r++) {
-                int32_t pair;
-                memcpy(&pair, (const int16_t *)act + r * stride + 2 * i, 4);
-                __m256i a = _mm256_set1_epi32(pair);
-                low[r] += (ints)_mm256_madd_epi16(a, w0);
-                high[r] += (ints)_mm256_madd_epi16(a, w1);
-            }
-#else
-            for (int r = 0; r < rows; r++) {
-                const int16_t *a = (const int16_t *)act + r * stride + 2 * i;
-                for (int o = 0; o < HALF; o++) {
-                    low[r][o] += a[0] * w[2 * o] + a[1] * w[2 * o + 1];
-                    high[r][o] += a[0] * w[PANEL + 2 * o] + a[1] * w[PANEL + 2 * o + 1];
+                __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
+                __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + PANEL)));
+                for (int r = 0; r < rows; r++) {
+                    int32_t pair;
+                    memcpy(&pair, (const int16_t *)act + r * stride + 2 * i, 4);
+                    __m256i a = _mm256_set1_epi32(pair);
+                    low[p][r] += (ints)_mm256_madd_epi16(a, w0);
+                    high[p][r] += (ints)_mm256_madd_epi16(a, w1);
                 }
-            }
+#else
+                for (int r = 0; r < rows; r++) {
+                    const int16_t *a = (const int16_t *)act + r * stride + 2 * i;
+                    for (int o = 0; o < HALF; o++) {
+                        low[p][r][o] += a[0] * w[2 * o] + a[1] * w[2 * o + 1];
+                        high[p][r][o] += a[0] * w[PANEL + 2 * o] + a[1] * w[PANEL + 2 * o + 1];
+                    }
+                }
 #endif
-        }
-        for (int r = 0; r < rows; r++) {
-            memcpy(sum + r * PANEL, &low[r], 32);
-            memcpy(sum + r * PANEL + HALF, &high[r], 32);
-        }
+            }
+        for (int p = 0; p < panels; p++)
+            for (int r = 0; r < rows; r++) {
+                memcpy(sum + r * STRIP + p * PANEL, &low[p][r], 32);
+                memcpy(sum + r * STRIP + p * PANEL + HALF, &high[p][r], 32);
+            }
         return;
     }
-    floats low[TILE], high[TILE];
-    for (int r = 0; r < rows; r++) {
-        low[r] = *(const floats *)(sum + r * PANEL);
-        high[r] = *(const floats *)(sum + r * PANEL + HALF);
-    }
-    for (int i = from; i < to; i++) {
-        floats w0, w1;
-        if (kind == BFLOAT16) {
-            const uint16_t *w = (const uint16_t *)panel + (long)i * PANEL;
-            __builtin_prefetch(w + 1024);
-            words pairs = *(const words *)w;
-            w0 = (floats)(pairs << 16);
-            w1 = (floats)(pairs & 0xffff0000u);
-        } else {
-            const float *w = (const float *)panel + (long)i * PANEL;
-            __builtin_prefetch(w + 512);
-            w0 = *(const floats *)w;
-            w1 = *(const floats *)(w + HALF);
-        }
+    floats low[PANELS][TILE], high[PANELS][TILE];
+    for (int p = 0; p < panels; p++)
         for (int r = 0; r < rows; r++) {
-            float a = ((const float *)act)[r * stride + i];
-            low[r] += a * w0;
-            high[r] += a * w1;
+            low[p][r] = *(const floats *)(sum + r * STRIP + p * PANEL);
+            high[p][r] = *(const floats *)(sum + r * STRIP + p * PANEL + HALF);
         }
-    }
-    for (int r = 0; r < rows; r++) {
-        *(floats *)(sum + r * PANEL) = low[r];
-        *(floats *)(sum + r * PANEL + HALF) = high[r];
-    }
+    for (int i = from; i < to; i++)
+        for (int p = 0; p < panels; p++) {
+            const char *w = weights + p * panel_bytes + (long)i * PANEL * (kind == FLOAT32 ? 4 : 2);
+            if (panels == 1) __builtin_prefetch(w + AHEAD);
+            floats w0, w1;
+            if (kind == BFLOAT16) {
+                words pairs = *(const words *)w;
+                w0 = (floats)(pairs << 16);
+                w1 = (floats)(pairs & 0xffff0000u);
+            } else {
+                w0 = *(const floats *)w;
+                w1 = *(const floats *)(w + 4 * HALF);
+            }
+            for (int r = 0; r < rows; r++) {
+                float a = ((const float *)act)[r * stride + i];
+                low[p][r] += a * w0;
+                high[p][r] += a * w1;
+            }
+        }
+    for (int p = 0; p < panels; p++)
+        for (int r = 0; r < rows; r++) {
+            *(floats *)(sum + r * STRIP + p * PANEL) = low[p][r];
+            *(floats *)(sum + r * STRIP + p * PANEL + HALF) = high[p][r];
+        }
 }
 
 // Rows made ready for products: float32 rows, or int16 rows with their scales.
@@ -142,53 +149,81 @@ typedef struct {
 
 static long element_size(int kind) { return kind == INT8 ? 1 : kind == BFLOAT16 ? 2 : 4; }
 
-INLINE void run_tiles(int kind, const Operand *x, int rows, const void *panel, int inputs,
-                      float *sum) {
-    for (int from = 0; from < inputs; from += INNER) {
-        int to = from + INNER < inputs ? from + INNER : inputs;
-        for (int r = 0; r < rows; r += TILE) {
-            const char *act = (const char *)x->rows + r * x->stride * (kind == INT8 ? 2 : 4);
-            float *s = sum + r * PANEL;
-            switch (rows - r) {
-                case 1: add_tile(kind, 1, act, x->stride, panel, from, to, s); break;
-                case 2: add_tile(kind, 2, act, x->stride, panel, from, to, s); break;
-                case 3: add_tile(kind, 3, act, x->stride, panel, from, to, s); break;
-                case 4: add_tile(kind, 4, act, x->stride, panel, from, to, s); break;
-                case 5: add_tile(kind, 5, act, x->stride, panel, from, to, s); break;
-                default: add_tile(kind, TILE, act, x->stride, panel, from, to, s);
-            }
+// Add inputs [from, to) of one panel to the sums of rows [first, rows).
+INLINE void add_panel(int kind, const Operand *x, int first, int rows, const char *weights,
+                      int from, int to, float *sum) {
+    for (int r = first; r < rows; r += TILE) {
+        const char *act = (const char *)x->rows + r * x->stride * (kind == INT8 ? 2 : 4);
+        float *s = sum + r * STRIP;
+#define ADD(count) add_tile(kind, 1, count, act, x->stride, weights, 0, from, to, s)
+        switch (rows - r) {
+            case 1: ADD(1); break;
+            case 2: ADD(2); break;
+            case 3: ADD(3); break;
+            case 4: ADD(4); break;
+            case 5: ADD(5); break;
+            default: ADD(TILE);
         }
+#undef ADD
     }
 }
 
-// sum (R, 16) = outputs 16 p .. 16 p + 15 of a linear layer, bias included.
-static void multiply_panel(int kind, const Operand *x, int rows, const Linear *linear, int p,
-                           float *sum) {
-    long inputs = kind == INT8 ? (linear->inputs + 1L) / 2 * 2 : linear->inputs;
-    const char *panel = (const char *)linear->weights + p * PANEL * inputs * element_size(kind);
-    memset(sum, 0, sizeof(float) * PANEL * rows);
-    if (kind == FLOAT32) run_tiles(FLOAT32, x, rows, panel, inputs, sum);
-    if (kind == BFLOAT16) run_tiles(BFLOAT16, x, rows, panel, inputs, sum);
-    if (kind == INT8) {
-        run_tiles(INT8, x, rows, panel, inputs, sum);
-        const float *scales = linear->scales + p * PANEL;
-        for (int r = 0; r < rows; r++)
-            for (int o = 0; o < PANEL; o++) {
-                int32_t exact;
-                memcpy(&exact, sum + r * PANEL + o, 4);
-                sum[r * PANEL + o] = (float)exact * (x->scales[r] * scales[o]);
+// sum (R, STRIP) = sums of some panels.
+//
+// Four streams of memory are read faster than one, but the sums of four panels fit into registers
+// for two rows only. So with few rows one or two read a piece of a strip, and the others follow
+// while it is in the cache; that is worth it for float32, where there is more to read than to do.
+INLINE void add_strip(int kind, const Operand *x, int rows, const char *weights, long panel_bytes,
+                      int panels, int inputs, float *sum) {
+    memset(sum, 0, sizeof(float) * STRIP * rows);
+    if (panels < PANELS || rows > (kind == FLOAT32 ? FEW_ROWS : 2)) {
+        for (int p = 0; p < panels; p++)
+            for (int from = 0; from < inputs; from += PANEL_INNER) {
+                int to = from + PANEL_INNER < inputs ? from + PANEL_INNER : inputs;
+                add_panel(kind, x, 0, rows, weights + p * panel_bytes, from, to, sum + p * PANEL);
             }
+        return;
     }
-    if (linear->bias)
-        for (int r = 0; r < rows; r++)
-            for (int o = 0; o < PANEL; o++) sum[r * PANEL + o] += linear->bias[p * PANEL + o];
+    const int first = rows % TILE == 2 ? 2 : 1, inner = first < rows ? STRIP_INNER : inputs;
+    for (int from = 0; from < inputs; from += inner) {
+        int to = from + inner < inputs ? from + inner : inputs;
+        if (first == 1)
+            add_tile(kind, PANELS, 1, x->rows, x->stride, weights, panel_bytes, from, to, sum);
+        else
+            add_tile(kind, PANELS, 2, x->rows, x->stride, weights, panel_bytes, from, to, sum);
+        for (int p = 0; p < PANELS; p++)
+            add_panel(kind, x, first, rows, weights + p * panel_bytes, from, to, sum + p * PANEL);
+    }
 }
 
 static int num_panels(const Linear *linear) { return (linear->outputs + PANEL - 1) / PANEL; }
 
-static int panel_width(const Linear *linear, int p) {
+// Compute the outputs of a linear layer from panel p on, up to panel `to` or a strip of them, bias
+// included, in sum (R, STRIP). Return how many there are.
+static int multiply(int kind, const Operand *x, int rows, const Linear *linear, int p, int to,
+                    float *sum) {
+    const int panels = to - p < PANELS ? to - p : PANELS;
+    const int inputs = kind == INT8 ? (linear->inputs + 1) / 2 * 2 : linear->inputs;
+    const long panel_bytes = PANEL * (long)inputs * element_size(kind);
+    const char *weights = (const char *)linear->weights + p * panel_bytes;
+    if (kind == FLOAT32) add_strip(FLOAT32, x, rows, weights, panel_bytes, panels, inputs, sum);
+    if (kind == BFLOAT16) add_strip(BFLOAT16, x, rows, weights, panel_bytes, panels, inputs, sum);
+    if (kind == INT8) {
+        add_strip(INT8, x, rows, weights, panel_bytes, panels, inputs, sum);
+        const float *scales = linear->scales + p * PANEL;
+        for (int r = 0; r < rows; r++)
+            for (int o = 0; o < panels * PANEL; o++) {
+                int32_t exact;
+                memcpy(&exact, sum + r * STRIP + o, 4);
+                sum[r * STRIP + o] = (float)exact * (x->scales[r] * scales[o]);
+            }
+    }
+    if (linear->bias)
+        for (int r = 0; r < rows; r++)
+            for (int o = 0; o < panels * PANEL; o++)
+                sum[r * STRIP + o] += linear->bias[p * PANEL + o];
     int left = linear->outputs - p * PANEL;
-    return left < PANEL ? left : PANEL;
+    return left < panels * PANEL ? left : panels * PANEL;
 }
 
 // Copy a row into the operand; for int8 as integers, by the row's own scale.
@@ -356,7 +391,7 @@ static long widest(const Dims *d) {
 }
 
 static long own_floats(const Dims *d, int rows, long slots) {
-    return rows * (widest(d) + 1 + PANEL * 2L) + widest(d) + slots;
+    return rows * (widest(d) + 1 + STRIP * 2L) + widest(d) + slots;
 }
 
 long nvium_work_floats(const Dims *d, int rows, long slots, int threads) {
@@ -388,8 +423,8 @@ void nvium_run_block(const Dims *d, const Layer *layers, int num_layers, const G
 #endif
         float *own = work + shared_floats(d, rows) + thread * own_floats(d, rows, most_slots);
         Operand in = {own, widest(d), own + rows * widest(d)};
-        float *sum = in.scales + rows, *sum_2 = sum + (long)rows * PANEL;
-        float *normed = sum_2 + (long)rows * PANEL, *scores = normed + widest(d);
+        float *sum = in.scales + rows, *sum_2 = sum + (long)rows * STRIP;
+        float *normed = sum_2 + (long)rows * STRIP, *scores = normed + widest(d);
         if (kind == INT8) in.stride *= 2;  // int16 in the same space
         int from, to;
         for (int l = 0; l < num_layers; l++) {
@@ -398,11 +433,10 @@ void nvium_run_block(const Dims *d, const Layer *layers, int num_layers, const G
                 set_norm_row(kind, &in, r, x[r], layer->attn_norm, d->width, d->eps,
                              layer->qkv.levels, normed);
             share(num_panels(&layer->qkv), &from, &to);
-            for (int p = from; p < to; p++) {
-                multiply_panel(kind, &in, rows, &layer->qkv, p, sum);
+            for (int p = from; p < to; p += PANELS) {
+                int count = multiply(kind, &in, rows, &layer->qkv, p, to, sum);
                 for (int r = 0; r < rows; r++)
-                    memcpy(qkv + r * qkv_width + p * PANEL, sum + r * PANEL,
-                           sizeof(float) * panel_width(&layer->qkv, p));
+                    memcpy(qkv + r * qkv_width + p * PANEL, sum + r * STRIP, sizeof(float) * count);
             }
 #pragma omp barrier
             share(d->kv_heads, &from, &to);
@@ -434,34 +468,33 @@ void nvium_run_block(const Dims *d, const Layer *layers, int num_layers, const G
             for (int r = 0; r < rows; r++)
                 set_row(kind, &in, r, attended + r * q_width, q_width, layer->attn_out.levels);
             share(num_panels(&layer->attn_out), &from, &to);
-            for (int p = from; p < to; p++) {
-                multiply_panel(kind, &in, rows, &layer->attn_out, p, sum);
+            for (int p = from; p < to; p += PANELS) {
+                int count = multiply(kind, &in, rows, &layer->attn_out, p, to, sum);
                 for (int r = 0; r < rows; r++)
-                    for (int o = 0; o < panel_width(&layer->attn_out, p); o++)
-                        x[r][p * PANEL + o] += sum[r * PANEL + o];
+                    for (int o = 0; o < count; o++) x[r][p * PANEL + o] += sum[r * STRIP + o];
             }
 #pragma omp barrier
             for (int r = 0; r < rows; r++)
                 set_norm_row(kind, &in, r, x[r], layer->mlp_norm, d->width, d->eps,
                              layer->gate.levels, normed);
             share(num_panels(&layer->gate), &from, &to);
-            for (int p = from; p < to; p++) {
-                multiply_panel(kind, &in, rows, &layer->gate, p, sum);
-                multiply_panel(kind, &in, rows, &layer->up, p, sum_2);
-                for (int i = 0; i < rows * PANEL; i++) sum[i] = silu(sum[i]) * sum_2[i];
-                for (int r = 0; r < rows; r++)
-                    memcpy(hidden + (long)r * d->ffn + p * PANEL, sum + r * PANEL,
-                           sizeof(float) * panel_width(&layer->gate, p));
+            for (int p = from; p < to; p += PANELS) {
+                int count = multiply(kind, &in, rows, &layer->gate, p, to, sum);
+                multiply(kind, &in, rows, &layer->up, p, to, sum_2);
+                for (int r = 0; r < rows; r++) {
+                    float *out = hidden + (long)r * d->ffn + p * PANEL;
+                    const float *gate = sum + r * STRIP, *up = sum_2 + r * STRIP;
+                    for (int o = 0; o < count; o++) out[o] = silu(gate[o]) * up[o];
+                }
             }
 #pragma omp barrier
             for (int r = 0; r < rows; r++)
                 set_row(kind, &in, r, hidden + (long)r * d->ffn, d->ffn, layer->down.levels);
             share(num_panels(&layer->down), &from, &to);
-            for (int p = from; p < to; p++) {
-                multiply_panel(kind, &in, rows, &layer->down, p, sum);
+            for (int p = from; p < to; p += PANELS) {
+                int count = multiply(kind, &in, rows, &layer->down, p, to, sum);
                 for (int r = 0; r < rows; r++)
-                    for (int o = 0; o < panel_width(&layer->down, p); o++)
-                        x[r][p * PANEL + o] += sum[r * PANEL + o];
+                    for (int o = 0; o < count; o++) x[r][p * PANEL + o] += sum[r * STRIP + o];
             }
 #pragma omp barrier
         }
@@ -501,11 +534,11 @@ static void apply(int kind, const float *x, const Linear *linear, int act, const
         set_row(kind, &in, r, x + (long)r * linear->inputs, linear->inputs, linear->levels);
     int from, to;
     share(num_panels(linear), &from, &to);
-    for (int p = from; p < to; p++) {
-        multiply_panel(kind, &in, rows, linear, p, sum);
+    for (int p = from; p < to; p += PANELS) {
+        int count = multiply(kind, &in, rows, linear, p, to, sum);
         for (int r = 0; r < rows; r++)
-            for (int o = 0; o < panel_width(linear, p); o++) {
-                float y = sum[r * PANEL + o];
+            for (int o = 0; o < count; o++) {
+                float y = sum[r * STRIP + o];
                 if (act == SILU) y = silu(y);
                 if (act == GELU) y = gelu(y);
                 long at = (long)r * outputs + p * PANEL + o;
@@ -515,7 +548,7 @@ static void apply(int kind, const float *x, const Linear *linear, int act, const
 }
 
 static long apply_floats(const Linear *linear, int rows) {
-    return rows * ((linear->inputs + 15L) / 16 * 16 + 1 + PANEL);
+    return rows * ((linear->inputs + 15L) / 16 * 16 + 1 + STRIP);
 }
 
 // out (R, O_2) = W_2 act(W_1 x + b_1) + b_2 + residual: an adapter, or a router up to its norm.

@@ -40,6 +40,8 @@ from nvium_titan.quantization import int8_scales
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PANEL = 16
+_STRIP = 4 * _PANEL
+_STRIP = 4 * _PANEL
 _PLAIN_ACT, _SILU, _GELU = 0, 1, 2
 _MOST_ROWS = PREFILL_BUCKETS[-1]
 
@@ -320,7 +322,7 @@ class NativeModel:
         for item in self._exits:
             layers += [item.adapter_in, item.adapter_out, item.fc1, item.fc2]
         widest = max(max(layer.inputs, layer.outputs) for layer in layers[1:])
-        widest = max(widest, self._head.inputs) + 2 * _PANEL
+        widest = max(widest, self._head.inputs) + 2 * _STRIP
         return 3 * self._width + max(int(size), (threads + 1) * int(widest))
 
     def exit_norm(self, exit_index: int, h_TD: Tensor) -> Tensor:
@@ -363,7 +365,7 @@ class NativeModel:
     ) -> Tensor:
         num_rows, threads = len(n_TD), torch.get_num_threads()
         out_TD = torch.empty_like(n_TD)
-        widest = max(first.inputs, second.inputs) + 2 * _PANEL
+        widest = max(first.inputs, second.inputs) + 2 * _STRIP
         with self._lock:
             work = self._work_space(num_rows * (first.outputs + threads * widest))
             self._library.nvium_two_layers(
@@ -378,7 +380,7 @@ class NativeModel:
         num_rows, threads = len(o_TD), torch.get_num_threads()
         logits_TV = torch.empty(num_rows, self._head.outputs)
         with self._lock:
-            work = self._work_space(threads * num_rows * (self._head.inputs + 2 * _PANEL))
+            work = self._work_space(threads * num_rows * (self._head.inputs + 2 * _STRIP))
             self._library.nvium_linear(
                 self._kind, byref(self._head), c_void_p(o_TD.data_ptr()), num_rows,
                 c_void_p(logits_TV.data_ptr()), c_void_p(work), threads,
