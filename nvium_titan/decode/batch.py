@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nvium_titan.decode.kv_cache import WorkSpace
-from nvium_titan.decode.needs import Need, NeedBlock, NeedExit, NeedLogits
+from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits
 from nvium_titan.decode.request import RequestRun
 from nvium_titan.decode.results import BatchStats, GeneratedToken, GenerationResult
 from nvium_titan.decode.runner import BlockRunner
@@ -165,8 +165,6 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
     def _advance(self, row: _Row, answer: Any) -> None:
         """Let a row go on to what it needs next, or to its next token."""
         step = row.run.advance(answer)
-        if isinstance(step, NeedExit):
-            step = row.run.advance(None)  # blocks are shared here, so a token runs in pieces
         if not isinstance(step, GeneratedToken):
             row.need = step
             return

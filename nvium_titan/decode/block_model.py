@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nvium_titan.decode.deferred import FilledCounts
 from nvium_titan.decode.kv_cache import SequenceBuffers
+from nvium_titan.decode.needs import NeedToken
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.sampling import Sampler
 
@@ -37,6 +38,8 @@ class TokenRun(NamedTuple):
     """Where it left."""
     logits_V: Tensor
     """The logits of that exit."""
+    token_id: int | None
+    """The token, if it was to be drawn."""
 
 
 class TokenRunner(Protocol):
@@ -46,18 +49,14 @@ class TokenRunner(Protocol):
         self,
         buffers: SequenceBuffers,
         counts: FilledCounts,
-        thresholds: Sequence[float],
-        *,
-        reads_router: bool,
+        need: NeedToken,
     ) -> TokenRun:
-        """Run blocks and junctions until the token leaves, then its exit and the head.
+        """Run blocks and junctions until the token leaves, its exit, the head, and the draw.
 
         Args:
             buffers: The sequence, written.
             counts: Its counts, written.
-            thresholds: For each junction, the router logit above which the token leaves there;
-                -inf and +inf force it.
-            reads_router: Whether the routers are run.
+            need: What is wanted.
         """
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nvium_titan.core.mixture import at_least_float32, mixture_log_prob
 from nvium_titan.decode.block_model import TokenRun
-from nvium_titan.decode.needs import Need, NeedBlock, NeedExit, NeedLogits
+from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits, NeedToken
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.policy import ExitPolicy, exit_thresholds, log_sigmoid
 from nvium_titan.decode.results import GeneratedToken
@@ -45,6 +45,7 @@ def choose_next(
     sampling: SamplingParams,
     policy: ExitPolicy,
     with_log_probs: bool,
+    is_whole: bool,
 ) -> Generator[Need, Any, GeneratedToken]:
     """Return the token that follows the last one fed; yields needs, each to be answered.
 
@@ -58,13 +59,17 @@ def choose_next(
         sampling: How the token is drawn.
         policy: Who decides at junctions.
         with_log_probs: Also return log p_k and log pi_k; asks routers that the policy ignores.
+        is_whole: Ask for a token as a whole where the law allows it.
     """
     if policy.router_temperature is not None and sampling.temperature == 0:
         chosen = yield from _certify(params, state, policy.router_temperature)
     elif policy.router_temperature is not None and _needs_mixture(sampling):
         chosen = yield from _blend(params, state, noise, sampling, policy.router_temperature)
     else:
-        chosen = yield from _draw(params, state, noise, sampling, policy, with_log_probs)
+        is_whole = is_whole and not with_log_probs
+        chosen = yield from _draw(
+            params, state, noise, sampling, policy, with_log_probs=with_log_probs, is_whole=is_whole
+        )
     state.stats.host_reads += 1
     log_exit = log_prob = None
     if with_log_probs:
@@ -109,7 +114,9 @@ def _draw(
     noise: Noise,
     sampling: SamplingParams,
     policy: ExitPolicy,
+    *,
     with_log_probs: bool,
+    is_whole: bool,
 ) -> Generator[Need, Any, Chosen]:
     """Leave where the policy says, sample that exit.
 
@@ -119,15 +126,17 @@ def _draw(
     position, last = state.length, len(params.config.exit_layers)
     asks_router = policy.reads_router or with_log_probs
     uniforms = [noise.uniform(position, index) if asks_router else 0.5 for index in range(last)]
-    if not with_log_probs:
+    thresholds = None
+    if is_whole:
         thresholds = exit_thresholds(policy, position=position, uniforms=uniforms)
-        run: TokenRun | None = None
-        if thresholds is not None:
-            run = yield NeedExit(thresholds, policy.reads_router)
-        if run is not None:
+    if thresholds is not None:
+        draw = noise.plan(position, sampling)
+        run: TokenRun = yield NeedToken(thresholds, policy.reads_router, draw)
+        token_id = run.token_id
+        if token_id is None:
             logits_V = run.logits_V[: params.num_tokens]
             token_id = noise.draw(logits_V, position=position, sampling=sampling)
-            return Chosen(token_id, run.exit_index, math.nan, run.logits_V.unsqueeze(0))
+        return Chosen(token_id, run.exit_index, math.nan, run.logits_V.unsqueeze(0))
     log_arrive = log_exit = 0.0
     for exit_index in range(last + 1):
         router_logit: float = yield NeedBlock(exit_index, asks_router and exit_index < last)

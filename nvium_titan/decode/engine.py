@@ -196,6 +196,7 @@ class Engine:
             sampling=sampling,
             policy=policy,
             with_log_probs=with_log_probs,
+            is_whole=self.runner.runs_tokens,
         )
         return self.runner.serve(state, choice)
 
@@ -323,6 +324,8 @@ class Engine:
                 law=law,
                 num_new=num_new,
                 max_owed=self.max_owed,
+                # A batch shares its blocks, so its tokens run in pieces.
+                is_whole=self.runner.runs_tokens and work is None,
             )
 
         return run

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from nvium_titan.decode.sampling import Draw
+
 
 class NeedBlock(NamedTuple):
     """This sequence's rows owed to a block must be run, and perhaps the router behind it.
@@ -25,14 +27,18 @@ class NeedLogits(NamedTuple):
     exit_indices: tuple[int, ...]
 
 
-class NeedExit(NamedTuple):
-    """All that the last token needs where its thresholds decide, as `exit_thresholds` gives them.
+class NeedToken(NamedTuple):
+    """All that the next token needs, at once, where the model can run it as a whole.
 
-    The answer is a `TokenRun`; or None where a token runs in pieces: then these are asked for.
+    The answer is a `TokenRun`.
     """
 
     thresholds: list[float]
+    """For each junction, the router logit above which the token leaves; see `exit_thresholds`."""
     reads_router: bool
+    """Whether the routers are run."""
+    draw: Draw | None
+    """How the token is drawn from the logits of its exit; None leaves that to the asker."""
 
 
-Need = NeedExit | NeedBlock | NeedLogits
+Need = NeedToken | NeedBlock | NeedLogits

@@ -56,6 +56,7 @@ class RequestRun:
         law: str,
         num_new: int,
         max_owed: int | None,
+        is_whole: bool,
     ) -> None:
         """Take a checked request; nothing runs yet.
 
@@ -66,6 +67,7 @@ class RequestRun:
             law: What is sampled, for the result.
             num_new: Most new tokens that also fit.
             max_owed: See `Engine`.
+            is_whole: Whether to ask for a token as a whole where its law allows it.
         """
         self.state = state
         self.tokens: list[GeneratedToken] = []
@@ -75,6 +77,7 @@ class RequestRun:
         self._law = law
         self._num_new = num_new
         self._max_owed = max_owed
+        self._is_whole = is_whole
         self._coroutine = self._needs_and_tokens()
 
     @torch.inference_mode()
@@ -148,6 +151,7 @@ class RequestRun:
                 sampling=request.sampling,
                 policy=request.policy,
                 with_log_probs=request.with_log_probs,
+                is_whole=self._is_whole,
             )
             if self._max_owed is not None and state.counts.num_deferred >= self._max_owed:
                 for block_index in range(self._runner.num_exits):

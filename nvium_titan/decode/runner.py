@@ -22,7 +22,7 @@ from nvium_titan.decode.deferred import (
     bucket_rows,
 )
 from nvium_titan.decode.kv_cache import SequenceBuffers, WorkSpace
-from nvium_titan.decode.needs import Need, NeedBlock, NeedExit, NeedLogits
+from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits, NeedToken
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.results import DecodeStats, GeneratedToken
 
@@ -80,6 +80,11 @@ class BlockRunner:
         self.shapes = shapes
         self.num_exits = plan.num_exits
         self.block_sizes = tuple(len(block) for block in plan.blocks)
+
+    @property
+    def runs_tokens(self) -> bool:
+        """Whether a token can run as a whole."""
+        return self.model.token_runner is not None
 
     def new_work_space(self) -> WorkSpace:
         """Return a work space for one block call at a time."""
@@ -193,9 +198,9 @@ class BlockRunner:
             token: GeneratedToken = end.value
             return token
 
-    def answer(self, state: DecodeState, need: Need) -> TokenRun | float | Tensor | None:
+    def answer(self, state: DecodeState, need: Need) -> TokenRun | float | Tensor:
         """Do what one sequence needs, now. A router in a need of its own is one host read."""
-        if isinstance(need, NeedExit):
+        if isinstance(need, NeedToken):
             return self._run_token(state, need)
         if isinstance(need, NeedBlock):
             block_index = need.block_index
@@ -209,13 +214,11 @@ class BlockRunner:
         o_parts = [self.model.exit_state(k, self._exit_input(state, k)) for k in need.exit_indices]
         return self.model.logits(_stack(o_parts))
 
-    def _run_token(self, state: DecodeState, need: NeedExit) -> TokenRun | None:
-        """Run a token as a whole, where the model can."""
+    def _run_token(self, state: DecodeState, need: NeedToken) -> TokenRun:
         run_token, counts = self.model.token_runner, state.counts
-        if run_token is None:
-            return None
+        assert run_token is not None, "asked for only where `runs_tokens`"
         owed = [counts.length - filled for filled in counts.filled]
-        run = run_token(state.buffers, counts, need.thresholds, reads_router=need.reads_router)
+        run = run_token(state.buffers, counts, need)
         stats = state.stats
         for block_index in range(run.exit_index + 1):
             while owed[block_index] > 0:

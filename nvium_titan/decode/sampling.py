@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -81,17 +81,20 @@ class SamplingParams:
         return (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
 
 
+class Draw(NamedTuple):
+    """A draw from softmax(logits / temperature) with the noise of `gumbel_noise`."""
+
+    key: int
+    """Of seed, position and stream; what `gumbel_noise` adds token ids to."""
+    temperature: float
+    """At least 0; 0 is the argmax, without noise."""
+
+
 class Sampler(Protocol):
-    """Draws a token from softmax(logits / temperature), with the noise of `gumbel_noise`."""
+    """Draws a token, faster than `choose` would."""
 
-    def __call__(self, logits_V: Tensor, *, key: int, temperature: float) -> int:
-        """Return the token.
-
-        Args:
-            logits_V: Shape (V,).
-            key: Of seed, position and stream; what `gumbel_noise` adds token ids to.
-            temperature: Positive.
-        """
+    def __call__(self, logits_V: Tensor, draw: Draw) -> int:
+        """Return the token; `logits_V` has shape (V,)."""
 
 
 def filtered_logits(logits_V: Tensor, sampling: SamplingParams) -> Tensor:
@@ -265,11 +268,16 @@ class Noise:
         """
         if sampling.temperature == 0:
             return int(logits_V.argmax())
-        is_single = logits_V.dtype == torch.float32
-        if self._sampler is not None and is_single and not sampling.has_filter:
-            key = _key(self.seed, position, _TOKEN_STREAM)
-            return self._sampler(logits_V, key=key, temperature=sampling.temperature)
+        draw = self.plan(position, sampling)
+        if self._sampler is not None and draw is not None and logits_V.dtype == torch.float32:
+            return self._sampler(logits_V, draw)
         return int(choose(logits_V, self.gumbel(position), sampling))
+
+    def plan(self, position: int, sampling: SamplingParams) -> Draw | None:
+        """Return what `draw` does at a position, for a model to do itself; None with a filter."""
+        if sampling.has_filter:
+            return None
+        return Draw(_key(self.seed, position, _TOKEN_STREAM), sampling.temperature)
 
     def gumbel(self, position: int) -> Tensor:
         """Return the Gumbel noise that chooses the token at `position`, shape (V,), float64."""

@@ -643,7 +643,8 @@ int32_t nvium_run_token(const Model *m, Group *groups, int32_t *filled, int leng
     return k;
 }
 
-// The token with the largest logit / temperature + Gumbel noise: a draw from the softmax.
+// The token with the largest logit / temperature + Gumbel noise: a draw from the softmax; the
+// argmax at temperature 0.
 //
 // Noise is that of `decode.sampling.gumbel_noise`, in float64. Few tokens need it: one with noise
 // -log(-log u) beats the best so far only if 1 - u <= -log u < exp(its score - the best score).
@@ -653,6 +654,11 @@ int32_t nvium_sample(const float *logits, int count, uint64_t key, double temper
     const float scale = (float)(1 / temperature);
 #pragma omp simd reduction(max : largest)
     for (int i = 0; i < count; i++) largest = logits[i] > largest ? logits[i] : largest;
+    if (temperature == 0) {
+        int first = 0;
+        while (first < count - 1 && logits[first] != largest) first++;
+        return first;
+    }
     int32_t token = 0;
     double best = -INFINITY, best_weight = 0;
     for (int from = 0; from < count; from += CHUNK) {

@@ -34,8 +34,9 @@ from nvium_titan.decode.deferred import DECODE_BUCKETS, PREFILL_BUCKETS, FilledC
 from nvium_titan.decode.kv_cache import SequenceBuffers
 from nvium_titan.decode.model import rope_table
 from nvium_titan.decode.native.build import load_library
+from nvium_titan.decode.needs import NeedToken
 from nvium_titan.decode.params import DecoderParams
-from nvium_titan.decode.sampling import Sampler
+from nvium_titan.decode.sampling import Draw, Sampler
 from nvium_titan.quantization import int8_scales
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -132,6 +133,7 @@ class NativeModel:
         self._dtype = torch.int8 if params.is_int8 else params.dtype
         self._kind = _KINDS[self._dtype]
         self._width = config.hidden_size
+        self._num_tokens = params.num_tokens
         self._eps = config.rms_norm_eps
         self._num_slots = num_slots
         self._dims = _Dims(
@@ -280,23 +282,12 @@ class NativeModel:
         self,
         buffers: SequenceBuffers,
         counts: FilledCounts,
-        thresholds: Sequence[float],
-        *,
-        reads_router: bool,
+        need: NeedToken,
     ) -> TokenRun:
-        """Run all that the last token of a sequence needs, in one call and one host read.
+        """Run all that the next token of a sequence needs, in one call and one host read.
 
-        The kernels are those of the pieces, so the numbers are the same to the bit.
-
-        Args:
-            buffers: The sequence, written.
-            counts: Its counts, written. Runs longer than the largest bucket go in chunks.
-            thresholds: For each junction, the router logit above which the token leaves there:
-                -inf and +inf force it, whatever the router says.
-            reads_router: Whether the routers are run.
-
-        Returns:
-            The exit and its logits, a new tensor.
+        The kernels are those of the pieces, so the numbers are the same to the bit. Runs longer
+        than the largest bucket go in chunks. The logits are a new tensor. See `TokenRunner`.
         """
         num_blocks, threads = len(self._blocks), torch.get_num_threads()
         filled = (c_int32 * num_blocks)(*counts.filled)
@@ -307,12 +298,15 @@ class NativeModel:
                 self._token_floats = self._floats_for_a_token(threads)
             exit_index: int = self._library.nvium_run_token(
                 byref(self._model), self._groups_of(buffers), filled, counts.length,
-                DECODE_BUCKETS[-1], (c_double * len(thresholds))(*thresholds), reads_router,
-                c_void_p(logits_V.data_ptr()), c_void_p(self._work_space(self._token_floats)),
-                threads,
+                DECODE_BUCKETS[-1], (c_double * len(need.thresholds))(*need.thresholds),
+                need.reads_router, c_void_p(logits_V.data_ptr()),
+                c_void_p(self._work_space(self._token_floats)), threads,
             )  # fmt: skip
         counts.filled[:] = filled
-        return TokenRun(exit_index, logits_V)
+        token_id = None
+        if need.draw is not None:
+            token_id = self._sample(logits_V[: self._num_tokens], need.draw)
+        return TokenRun(exit_index, logits_V, token_id)
 
     def _floats_for_a_token(self, threads: int) -> int:
         size: int = self._library.nvium_work_floats(
@@ -387,9 +381,10 @@ class NativeModel:
             )  # fmt: skip
         return logits_TV
 
-    def _sample(self, logits_V: Tensor, *, key: int, temperature: float) -> int:
+    def _sample(self, logits_V: Tensor, draw: Draw) -> int:
         """See `decode.sampling.Sampler`."""
         token_id: int = self._library.nvium_sample(
-            c_void_p(logits_V.data_ptr()), len(logits_V), c_uint64(key), c_double(temperature)
-        )
+            c_void_p(logits_V.data_ptr()), len(logits_V), c_uint64(draw.key),
+            c_double(draw.temperature),
+        )  # fmt: skip
         return token_id
