@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nvium_titan.decode.deferred import FilledCounts
-from nvium_titan.decode.kv_cache import SequenceBuffers
+from nvium_titan.decode.kv_cache import BufferPool, SequenceBuffers
 from nvium_titan.decode.needs import NeedToken
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.sampling import Sampler
@@ -37,7 +37,7 @@ class TokenRun(NamedTuple):
     exit_index: int
     """Where it left."""
     logits_V: Tensor
-    """The logits of that exit."""
+    """The logits of that exit; if the token was drawn, the model may overwrite them at its next."""
     token_id: int | None
     """The token, if it was to be drawn."""
 
@@ -50,13 +50,16 @@ class TokenRunner(Protocol):
         buffers: SequenceBuffers,
         counts: FilledCounts,
         need: NeedToken,
-    ) -> TokenRun:
+    ) -> TokenRun | None:
         """Run blocks and junctions until the token leaves, its exit, the head, and the draw.
 
         Args:
             buffers: The sequence, written.
             counts: Its counts, written.
             need: What is wanted.
+
+        Returns:
+            None, with nothing done, if this token must be run in pieces.
         """
 
 
@@ -71,6 +74,8 @@ class BlockModel(Protocol):
     """What draws tokens from its logits; torch if None."""
     token_runner: TokenRunner | None
     """What runs a token as a whole; if None, it is run in the pieces below."""
+    buffer_pool: BufferPool | None
+    """Where sequences that are decoded alone get their buffers; if None, each makes its own."""
 
     def embed(self, buffers: SequenceBuffers, token_ids: Sequence[int], *, first: int) -> None:
         """Write the embeddings of `token_ids` at positions `first`, `first` + 1, ..."""

@@ -131,12 +131,13 @@ def _draw(
         thresholds = exit_thresholds(policy, position=position, uniforms=uniforms)
     if thresholds is not None:
         draw = noise.plan(position, sampling)
-        run: TokenRun = yield NeedToken(thresholds, policy.reads_router, draw)
-        token_id = run.token_id
-        if token_id is None:
-            logits_V = run.logits_V[: params.num_tokens]
-            token_id = noise.draw(logits_V, position=position, sampling=sampling)
-        return Chosen(token_id, run.exit_index, math.nan, run.logits_V.unsqueeze(0))
+        run: TokenRun | None = yield NeedToken(thresholds, policy.reads_router, draw)
+        if run is not None:
+            token_id = run.token_id
+            if token_id is None:
+                logits_V = run.logits_V[: params.num_tokens]
+                token_id = noise.draw(logits_V, position=position, sampling=sampling)
+            return Chosen(token_id, run.exit_index, math.nan, run.logits_V.unsqueeze(0))
     log_arrive = log_exit = 0.0
     for exit_index in range(last + 1):
         router_logit: float = yield NeedBlock(exit_index, asks_router and exit_index < last)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nvium_titan.decode.batch import BatchGeneration
 from nvium_titan.decode.choice import choose_next, law_name
-from nvium_titan.decode.kernels import Kernels, build_model
+from nvium_titan.decode.kernels import Kernels, build_model, takes_graphs
 from nvium_titan.decode.kv_cache import WorkSpace
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.policy import ExitPolicy, FixedExit
@@ -56,7 +56,8 @@ class Engine:
                 `max_position_embeddings` if None. A larger value extends RoPE beyond training.
             shapes: "exact" runs groups as they are and attends over the filled slots; "bucket" pads
                 rows to a power of two and attends over all slots under a mask, so that only a few
-                static shapes occur. Both give the same numbers up to rounding.
+                static shapes occur. Both give the same numbers up to rounding. Graphs are always
+                in buckets.
             kernels: See `build_model`.
             max_owed: Pay every owed run once this many positions are owed; bounds the latency of a
                 single token. None never does, which is cheapest.
@@ -73,6 +74,8 @@ class Engine:
             raise PromptError(f"max_owed={max_owed}: must be at least 1")
         self.max_owed = max_owed
         self.num_exits = config.plan.num_exits
+        if takes_graphs(params, kernels):
+            kernels, shapes = "graph", "bucket"
         model = build_model(
             params,
             kernels=kernels,
@@ -257,7 +260,8 @@ class Engine:
             with_log_probs=with_log_probs,
             lazy_prefill=lazy_prefill,
         )
-        return Generation(self._generate(self._open(request, state=state)(None)))
+        run = self._open(request, state=state)(None)
+        return Generation(self._generate(run, is_own_state=state is None))
 
     def generate_batch(
         self,
@@ -331,23 +335,27 @@ class Engine:
         return run
 
     def _generate(
-        self, run: RequestRun
+        self, run: RequestRun, *, is_own_state: bool
     ) -> Generator[GeneratedToken, bool | None, GenerationResult]:
-        start = time.perf_counter()
-        run.prefill()
-        stats = run.state.stats
-        stats.prefill_s = time.perf_counter() - start
-        token = run.next_token()
-        stats.ttft_s = time.perf_counter() - start
-        while True:
-            must_stop = yield token
-            if must_stop:
-                run.stop()
-            if run.finish_reason is not None:
-                return run.result()
+        try:
             start = time.perf_counter()
+            run.prefill()
+            stats = run.state.stats
+            stats.prefill_s = time.perf_counter() - start
             token = run.next_token()
-            stats.decode_s += time.perf_counter() - start
+            stats.ttft_s = time.perf_counter() - start
+            while True:
+                must_stop = yield token
+                if must_stop:
+                    run.stop()
+                if run.finish_reason is not None:
+                    return run.result()
+                start = time.perf_counter()
+                token = run.next_token()
+                stats.decode_s += time.perf_counter() - start
+        finally:
+            if is_own_state:
+                run.state.close()
 
     @torch.inference_mode()
     def score(self, ids_BT: Tensor | Sequence[Sequence[int]]) -> Scores:
@@ -374,6 +382,7 @@ class Engine:
             state.clear()
             self.prefill(state, row[:-1])
             parts.append(score_positions(self.runner, state, first=0, next_ids=row[1:]))
+        state.close()
         return Scores(
             log_mix=torch.stack([part.log_mix_R for part in parts]),
             log_exits=torch.stack([part.log_label_ER.T for part in parts]),

@@ -10,6 +10,8 @@ met. Buffers start as zeros, since a masked NaN in V would still poison attentio
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import torch
@@ -162,6 +164,12 @@ class SequenceBuffers:
         self.values_LGSH = tuple(kv[:, groups:] for kv in by_block)
         self.work = work
 
+    def zero(self) -> None:
+        """Make them as new: what a sequence left may be NaN, which masks do not stop."""
+        self.kv_LGSH.zero_()
+        for boundary_SD in self.boundary_SD:
+            boundary_SD.zero_()
+
     def keys(self, layer_index: int, *, length: int) -> Tensor:
         """Return a copy of one layer's keys in HF's rotate-half layout, shape (G, length, H)."""
         groups = self._params.config.num_key_value_heads
@@ -173,3 +181,43 @@ class SequenceBuffers:
         """Return a copy of one layer's values, shape (G, length, H)."""
         groups = self._params.config.num_key_value_heads
         return self.kv_LGSH[layer_index, groups:, :length].clone()
+
+
+class BufferPool:
+    """Buffers at addresses that stay, handed from one sequence to the next."""
+
+    def __init__(self, make: Callable[[], SequenceBuffers]) -> None:
+        """Start empty.
+
+        Args:
+            make: Returns another set of buffers, for the longest sequence.
+        """
+        self._make = make
+        self._all: set[SequenceBuffers] = set()
+        self._free: list[SequenceBuffers] = []
+
+    def __len__(self) -> int:
+        """Return how many sets there are, in use or not."""
+        return len(self._all)
+
+    def __contains__(self, buffers: SequenceBuffers) -> bool:
+        """Return whether a set is from here."""
+        return buffers in self._all
+
+    @torch.inference_mode()
+    def take(self) -> SequenceBuffers:
+        """Return a free set, zeroed; a new one if there is none."""
+        if not self._free and self._all:
+            # A request and its coroutine refer to each other, so dropping one does not free it.
+            gc.collect()
+        if self._free:
+            buffers = self._free.pop()
+            buffers.zero()
+        else:
+            buffers = self._make()
+            self._all.add(buffers)
+        return buffers
+
+    def give_back(self, buffers: SequenceBuffers) -> None:
+        """Take back a set that nobody uses any more; safe in a finalizer."""
+        self._free.append(buffers)

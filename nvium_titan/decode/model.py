@@ -27,7 +27,7 @@ from nvium_titan.bundle import BundleConfig
 from nvium_titan.core.mixture import at_least_float32
 from nvium_titan.decode.block_model import Group, TokenRunner
 from nvium_titan.decode.deferred import DECODE_BUCKETS
-from nvium_titan.decode.kv_cache import GroupViews, Scratch, SequenceBuffers
+from nvium_titan.decode.kv_cache import BufferPool, GroupViews, Scratch, SequenceBuffers
 from nvium_titan.decode.params import DecoderParams, LayerParams
 from nvium_titan.decode.sampling import Sampler
 
@@ -70,6 +70,7 @@ class DecoderModel:
         self.state_dtype = params.dtype
         self.sampler: Sampler | None = None
         self.token_runner: TokenRunner | None = None
+        self.buffer_pool: BufferPool | None = None
         self.blocks = tuple(
             tuple(params.layers[index] for index in block) for block in config.plan.blocks
         )

@@ -30,7 +30,7 @@ class NeedLogits(NamedTuple):
 class NeedToken(NamedTuple):
     """All that the next token needs, at once, where the model can run it as a whole.
 
-    The answer is a `TokenRun`.
+    The answer is a `TokenRun`, or None where this token must be run in pieces.
     """
 
     thresholds: list[float]

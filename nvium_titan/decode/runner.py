@@ -7,7 +7,8 @@ leaves the rows owed and nothing inconsistent.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from nvium_titan.decode.results import DecodeStats, GeneratedToken
 Shapes = Literal["exact", "bucket"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class DecodeState:
     """One sequence: what has been fed, what is owed, and every buffer. Never shared."""
 
@@ -45,11 +46,19 @@ class DecodeState:
     """Counters of the generation at hand."""
     exit_inputs: dict[int, Tensor] = field(default_factory=dict)
     """n_k of the last token fed, shape (1, D), by exit, as far as it was needed."""
+    give_back: Callable[[], object] | None = None
+    """Returns the buffers to the model, where they are its own; happens once, here or at the end
+    of this object."""
 
     @property
     def length(self) -> int:
         """Tokens fed so far."""
         return self.counts.length
+
+    def close(self) -> None:
+        """Give up the buffers, for the next sequence; the state must not be used again."""
+        if self.give_back is not None:
+            self.give_back()
 
     def clear(self) -> None:
         """Forget every token; the buffers stay and are written before they are read."""
@@ -98,15 +107,23 @@ class BlockRunner:
             max_length: Most tokens it will hold.
             work: The work space of a batch; its own if None.
         """
-        buffers = SequenceBuffers(
-            self.params,
-            num_slots=slots_for(max_length, shapes=self.shapes),
-            dtype=self.model.state_dtype,
-            work=work or self.new_work_space(),
+        pool = self.model.buffer_pool if work is None else None
+        buffers = (
+            pool.take()
+            if pool is not None
+            else SequenceBuffers(
+                self.params,
+                num_slots=slots_for(max_length, shapes=self.shapes),
+                dtype=self.model.state_dtype,
+                work=work or self.new_work_space(),
+            )
         )
-        return DecodeState(
+        state = DecodeState(
             buffers=buffers, counts=FilledCounts.empty(self.num_exits), max_length=max_length
         )
+        if pool is not None:
+            state.give_back = weakref.finalize(state, pool.give_back, buffers)
+        return state
 
     def feed(self, state: DecodeState, token_ids: Sequence[int]) -> None:
         """Append tokens, which must fit: embed them; every block owes them from now on."""
@@ -198,7 +215,7 @@ class BlockRunner:
             token: GeneratedToken = end.value
             return token
 
-    def answer(self, state: DecodeState, need: Need) -> TokenRun | float | Tensor:
+    def answer(self, state: DecodeState, need: Need) -> TokenRun | float | Tensor | None:
         """Do what one sequence needs, now. A router in a need of its own is one host read."""
         if isinstance(need, NeedToken):
             return self._run_token(state, need)
@@ -214,11 +231,13 @@ class BlockRunner:
         o_parts = [self.model.exit_state(k, self._exit_input(state, k)) for k in need.exit_indices]
         return self.model.logits(_stack(o_parts))
 
-    def _run_token(self, state: DecodeState, need: NeedToken) -> TokenRun:
+    def _run_token(self, state: DecodeState, need: NeedToken) -> TokenRun | None:
         run_token, counts = self.model.token_runner, state.counts
         assert run_token is not None, "asked for only where `runs_tokens`"
         owed = [counts.length - filled for filled in counts.filled]
         run = run_token(state.buffers, counts, need)
+        if run is None:
+            return None
         stats = state.stats
         for block_index in range(run.exit_index + 1):
             while owed[block_index] > 0:
@@ -227,6 +246,8 @@ class BlockRunner:
                 stats.layers_run += self.block_sizes[block_index]
                 stats.group_sizes[rows] += 1
         stats.head_rows += 1
+        # The asker counts the read of the token; without a draw the exit was one of its own.
+        stats.host_reads += need.draw is None
         return run
 
     def router_logits(self, states: Sequence[DecodeState], junction_index: int) -> list[float]:

@@ -202,9 +202,13 @@ def gumbel_noise(
         Shape (len(positions), V), float64, finite. One small copy from host to device.
     """
     keys = [_signed(_key(seed, position, stream)) for position in positions]
-    key_B1 = torch.tensor(keys, dtype=torch.int64, device=device).unsqueeze(1)
-    ids_V = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device)
-    x_BV = key_B1 + ids_V * _signed(_GOLDEN)
+    return gumbel_of_keys(torch.tensor(keys, dtype=torch.int64, device=device), vocab_size)
+
+
+def gumbel_of_keys(key_B: Tensor, vocab_size: int) -> Tensor:
+    """Return the Gumbel noise of some keys (`Draw.key`, as int64), shape (B, V); no host read."""
+    ids_V = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=key_B.device)
+    x_BV = key_B.unsqueeze(1) + ids_V * _signed(_GOLDEN)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, None)):
         x_BV ^= _shift_right(x_BV, shift)
         if factor is not None:

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from nvium_titan.decode.block_model import Group, TokenRun, TokenRunner
 from nvium_titan.decode.deferred import DECODE_BUCKETS, PREFILL_BUCKETS, FilledCounts
-from nvium_titan.decode.kv_cache import SequenceBuffers
+from nvium_titan.decode.kv_cache import BufferPool, SequenceBuffers
 from nvium_titan.decode.model import rope_table
 from nvium_titan.decode.native.build import load_library
 from nvium_titan.decode.needs import NeedToken
@@ -127,6 +127,7 @@ class NativeModel:
         self.state_dtype = torch.float32
         self.sampler: Sampler | None = self._sample
         self.token_runner: TokenRunner | None = self._run_token
+        self.buffer_pool: BufferPool | None = None
         self._library = load_library()
         self._library.nvium_work_floats.restype = c_long
         self._kept: list[Tensor] = []

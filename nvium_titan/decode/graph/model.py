@@ -1,0 +1,398 @@
+"""Decoding in graphs: one launch for a token, junctions decided on the device.
+
+    a token     one graph for each tuple of row counts, which the host knows before the launch:
+                token t brings t + 1 - filled_k rows to block k if it gets there, whatever it
+                decides on the way (N-vium, arXiv:2605.13190, Sec. 4.2, as the contiguous runs of
+                `decode.deferred`). Blocks, junctions as nested branches, the adapter of the exit
+                where it leaves, head, draw, and the embedding of the token that was drawn. One
+                graph, two copies, one host read.
+    a block     one graph for each block and row count: prompts, flushes, and tokens that cannot be
+                one graph (the first after a prompt, runs over the largest bucket, laws that look at
+                several exits). The host reads the router at every junction.
+    a batch     torch operations one by one, as `DecoderModel` has them.
+
+A graph bakes addresses and Python numbers, so positions, thresholds, key and temperature are static
+inputs, and buffers come from a pool; graphs belong to a set of buffers.
+
+Shapes: E exits, T rows, S slots, D width, G key/value heads, R query heads per key/value head,
+M = R T, H head width, N heads, P = H / 2 rotary pairs, V vocabulary, I inputs; 1 is one row.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nvium_titan.decode.block_model import Group, TokenRun, TokenRunner
+from nvium_titan.decode.deferred import (
+    DECODE_BUCKETS,
+    PREFILL_BUCKETS,
+    FilledCounts,
+    bucket_rows,
+)
+from nvium_titan.decode.graph.capture import Graph, GraphBackend
+from nvium_titan.decode.graph.fused import build_junction, draw_token
+from nvium_titan.decode.kv_cache import BufferPool, SequenceBuffers, WorkSpace
+from nvium_titan.decode.model import DecoderModel, rope_table
+from nvium_titan.decode.needs import NeedToken
+from nvium_titan.decode.params import DecoderParams
+from nvium_titan.decode.sampling import Draw, Sampler
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKEN_GRAPHS = 56
+"""Token graphs kept for a set of buffers: as many as there are tuples for four exits."""
+LAUNCHES_PER_TOKEN = 3
+"""Of a token in one graph: the inputs' copy, the graph, the result's copy."""
+_MAX_COMPILATIONS = 128
+_NO_DRAW = Draw(key=0, temperature=0.0)
+
+
+class GraphModel:
+    """A `BlockModel` over static buffers. One call runs at a time."""
+
+    def __init__(
+        self,
+        params: DecoderParams,
+        *,
+        num_slots: int,
+        backend: GraphBackend,
+        compiles: bool,
+        max_token_graphs: int = MAX_TOKEN_GRAPHS,
+    ) -> None:
+        """Allocate the static inputs and outputs; graphs are captured when they are first needed.
+
+        Args:
+            params: The weights, on the backend's device.
+            num_slots: Slots of every set of buffers, slack for padded rows included.
+            backend: Captures and replays. If it has no branches, tokens run block by block.
+            compiles: Compile the layer, once for each number of rows.
+            max_token_graphs: Most token graphs kept for a set of buffers.
+        """
+        config, device = params.config, params.device
+        self.params = params
+        self.state_dtype = params.dtype
+        self.sampler: Sampler | None = None
+        self.backend = backend
+        self.counters = backend.counters
+        self._max_token_graphs = max_token_graphs
+        self._lock = threading.Lock()
+        self._eager = DecoderModel(params, num_slots=num_slots)
+        self.exit_norm = self._eager.exit_norm
+        self.router_logit = self._eager.router_logit
+        self.exit_state = self._eager.exit_state
+        self.logits = self._eager.logits
+        self._junctions = [
+            build_junction(self._eager, index) for index in range(config.plan.num_exits - 1)
+        ]
+        self._compiles = compiles
+        self._run_layer = run_layer
+        if compiles:
+            self._run_layer = torch.compile(run_layer, fullgraph=True, dynamic=False)
+        self._layers = tuple(
+            tuple(_LayerWeights.of(params, index) for index in block)
+            for block in config.plan.blocks
+        )
+        self._scale = config.head_dim**-0.5 if params.is_low_precision else 1.0
+        self._slots_S = torch.arange(num_slots, device=device)
+        turns_SP = rope_table(config, num_slots=num_slots)
+        rope_dtype = torch.float64 if params.dtype == torch.float64 else torch.float32
+        self._rope_SP2 = torch.view_as_real(turns_SP).to(device, rope_dtype)
+        self._inputs = _StaticInputs(config.plan.num_exits, device)
+        # What a token graph leaves: all of it is written anew by every replay.
+        self._o_1D = torch.zeros(1, config.hidden_size, dtype=params.dtype, device=device)
+        self._logits_V = torch.zeros(config.vocab_size, dtype=params.dtype, device=device)
+        self._result_2 = torch.zeros(2, dtype=torch.int64, device=device)
+        work = WorkSpace(params, max_rows=PREFILL_BUCKETS[-1], buckets=PREFILL_BUCKETS)
+        self.buffer_pool: BufferPool | None = BufferPool(
+            lambda: SequenceBuffers(params, num_slots=num_slots, dtype=params.dtype, work=work)
+        )
+        self._graphs: dict[SequenceBuffers, _BufferGraphs] = {}
+        self.token_runner: TokenRunner | None = self._run_token
+        if backend.why_no_branches is not None:
+            logger.warning("tokens run block by block: %s", backend.why_no_branches)
+            self.token_runner = None
+
+    # --- what an engine calls -------------------------------------------------------------------
+
+    def embed(self, buffers: SequenceBuffers, token_ids: Sequence[int], *, first: int) -> None:
+        """Write the embeddings of `token_ids`; the token that a graph drew is there already."""
+        graphs = self._graphs.get(buffers)
+        if graphs is not None:
+            if graphs.embedded == (first, *token_ids):
+                return
+            graphs.embedded = None
+        self._eager.embed(buffers, token_ids, first=first)
+
+    def run_block(self, block_index: int, groups: Sequence[Group]) -> None:
+        """Run the layers of one block: a graph for one sequence of the pool, else operations."""
+        buffers, first, rows, _ = groups[0]
+        with self._lock:
+            if len(groups) > 1 or not self._owns(buffers):
+                self.counters.eager_calls += 1
+                self._eager.run_block(block_index, groups)
+                return
+            self._inputs.firsts[block_index] = first
+            self._inputs.send(self.backend)
+            self._block_graph(buffers, block_index, rows).replay()
+
+    def _run_token(
+        self, buffers: SequenceBuffers, counts: FilledCounts, need: NeedToken
+    ) -> TokenRun | None:
+        """Run a token as one graph and read its exit and its token; see `TokenRunner`.
+
+        One host read; a capture where the tuple of row counts is new. Declines a token whose rows
+        have run (the first after a prompt), a run over the largest bucket, and foreign buffers.
+        """
+        owed = [counts.length - filled for filled in counts.filled]
+        if owed[0] == 0 or owed[-1] > DECODE_BUCKETS[-1] or not self._owns(buffers):
+            self.counters.declined_tokens += 1
+            return None
+        rows = tuple(bucket_rows(num_rows, DECODE_BUCKETS) for num_rows in owed)
+        with self._lock:
+            self._inputs.set_token(counts, need)
+            self._inputs.send(self.backend)
+            self._token_graph(buffers, rows).replay()
+            exit_index, token_id = self.backend.read(self._result_2)
+            logits_V = self._logits_V if need.draw is not None else self._logits_V.clone()
+        counts.filled[: exit_index + 1] = [counts.length] * (exit_index + 1)
+        self._graphs[buffers].embedded = (counts.length, token_id)
+        return TokenRun(exit_index, logits_V, token_id if need.draw is not None else None)
+
+    # --- graphs ---------------------------------------------------------------------------------
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are kept."""
+        return sum(len(g.blocks) + len(g.tokens) for g in self._graphs.values())
+
+    def _owns(self, buffers: SequenceBuffers) -> bool:
+        return self.buffer_pool is not None and buffers in self.buffer_pool
+
+    def _block_graph(self, buffers: SequenceBuffers, block_index: int, rows: int) -> Graph:
+        graphs = self._graphs.setdefault(buffers, _BufferGraphs())
+        graph = graphs.blocks.get((block_index, rows))
+        if graph is None:
+            function = partial(self._block, buffers, block_index, rows)
+            graph = graphs.blocks[block_index, rows] = self._capture(function)
+        return graph
+
+    def _token_graph(self, buffers: SequenceBuffers, rows: tuple[int, ...]) -> Graph:
+        graphs = self._graphs.setdefault(buffers, _BufferGraphs()).tokens
+        graph = graphs.get(rows)
+        if graph is None:
+            if len(graphs) == self._max_token_graphs:
+                graphs.popitem(last=False)
+                self.counters.dropped += 1
+            graph = graphs[rows] = self._capture(
+                partial(self._token, buffers, rows),
+                outputs=(self._o_1D, self._logits_V, self._result_2),
+            )
+        graphs.move_to_end(rows)
+        return graph
+
+    def _capture(self, function: Callable[[], object], *, outputs: Sequence[Tensor] = ()) -> Graph:
+        if not self._compiles:
+            return self.backend.capture(function, outputs=outputs)
+        # Each number of rows is a compilation of its own, and so is each model in the process.
+        with torch._dynamo.config.patch(recompile_limit=_MAX_COMPILATIONS):
+            return self.backend.capture(function, outputs=outputs)
+
+    # --- what is captured -----------------------------------------------------------------------
+
+    def _token(self, buffers: SequenceBuffers, rows: tuple[int, ...]) -> None:
+        """All of a token: where it leaves, the logits there, the draw, the next embedding."""
+        self._descend(buffers, rows, 0)
+        inputs = self._inputs
+        self._logits_V.copy_(self.logits(self._o_1D)[0])
+        logits_V = self._logits_V[: self.params.num_tokens]
+        token_1 = draw_token(logits_V, inputs.key_1, inputs.temperature_1)
+        self._result_2[1:].copy_(token_1)
+        buffers.boundary_SD[0].index_copy_(
+            0, inputs.position_1 + 1, self.params.embedding_VD.index_select(0, token_1)
+        )
+
+    def _descend(self, buffers: SequenceBuffers, rows: tuple[int, ...], block_index: int) -> None:
+        """Run a block, and those above it if the token goes on."""
+        self._block(buffers, block_index, rows[block_index])
+        states_SD, position_1 = buffers.boundary_SD[block_index + 1], self._inputs.position_1
+        if block_index + 1 == len(rows):
+            h_1D = states_SD.index_select(0, position_1)
+            self._leave(block_index, self.exit_norm(block_index, h_1D))
+            return
+        junction = self._junctions[block_index]
+        at_junction = junction(states_SD, position_1, self._inputs.thresholds[block_index])
+        leave = partial(self._leave, block_index, at_junction.n_1D)
+        go_on = partial(self._descend, buffers, rows, block_index + 1)
+        self.backend.branch(at_junction.leaves, leave)
+        self.backend.branch(at_junction.goes_on, go_on)
+
+    def _leave(self, exit_index: int, n_1D: Tensor) -> None:
+        self._o_1D.copy_(self.exit_state(exit_index, n_1D))
+        self._result_2[:1].fill_(exit_index)
+
+    def _block(self, buffers: SequenceBuffers, block_index: int, rows: int) -> None:
+        """Run a block on rows first, first + 1, ...; their boundary states are in the buffers."""
+        config = self.params.config
+        positions_T = self._inputs.first_E[block_index] + self._slots_S[:rows]
+        x_TD = buffers.boundary_SD[block_index].index_select(0, positions_T)
+        rope_TP2 = self._rope_SP2.index_select(0, positions_T)
+        visible_TS = self._slots_S <= positions_T.unsqueeze(1)
+        per_group = config.num_attention_heads // config.num_key_value_heads
+        visible_MS = visible_TS.repeat(per_group, 1)
+        slots_LGSH = buffers.slots_LGSH[block_index]
+        for index, weights in enumerate(self._layers[block_index]):
+            x_TD = self._run_layer(
+                x_TD,
+                slots_LGSH[index],
+                positions_T,
+                rope_TP2,
+                visible_MS,
+                *weights,
+                eps=config.rms_norm_eps,
+                scale=self._scale,
+            )
+        buffers.boundary_SD[block_index + 1].index_copy_(0, positions_T, x_TD)
+
+
+class _BufferGraphs:
+    """The graphs that were captured on one set of buffers."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, int], Graph] = {}
+        self.tokens: OrderedDict[tuple[int, ...], Graph] = OrderedDict()
+        self.embedded: tuple[int, ...] | None = None
+        """Position and token that the last graph wrote the embedding of."""
+
+
+class _StaticInputs:
+    """The numbers that differ from launch to launch: one array on the host, one on the device."""
+
+    def __init__(self, num_exits: int, device: torch.device) -> None:
+        host_I = torch.zeros(2 + num_exits + 1 + num_exits - 1, dtype=torch.int64)
+        device_I = torch.zeros_like(host_I, device=device)
+        self._host_I, self._device_I = host_I, device_I
+        integers = host_I.numpy()
+        floats = integers.view(np.float64)
+        bounds = (1, 2, 2 + num_exits, 3 + num_exits)
+        self.position, self.key, self.firsts, _, _ = np.split(integers, bounds)
+        _, _, _, self.temperature, self.threshold_list = np.split(floats, bounds)
+        device_F = device_I.view(torch.float64)
+        self.position_1 = device_I[:1]
+        """Position of the last token fed."""
+        self.key_1 = device_I[1:2]
+        """`Draw.key`, as int64."""
+        self.first_E = device_I[2 : 2 + num_exits]
+        """Position of the first row of each block."""
+        self.temperature_1 = device_F[2 + num_exits : 3 + num_exits]
+        """`Draw.temperature`."""
+        self.thresholds = device_F[3 + num_exits :]
+        """`NeedToken.thresholds`."""
+
+    def set_token(self, counts: FilledCounts, need: NeedToken) -> None:
+        """Fill in what a token graph reads."""
+        draw = need.draw or _NO_DRAW
+        self.position[0] = counts.length - 1
+        self.key[0] = np.uint64(draw.key).astype(np.int64)
+        self.firsts[:] = counts.filled
+        self.temperature[0] = draw.temperature
+        self.threshold_list[:] = need.thresholds
+
+    def send(self, backend: GraphBackend) -> None:
+        """Copy all of it to the device."""
+        backend.send(self._host_I, self._device_I)
+
+
+class _LayerWeights(NamedTuple):
+    """The weights of a layer, in the order of `run_layer`."""
+
+    attn_norm_D: Tensor
+    qkv_DW: Tensor
+    attn_out_QD: Tensor
+    mlp_norm_D: Tensor
+    gate_up_D2F: Tensor
+    down_FD: Tensor
+
+    @classmethod
+    def of(cls, params: DecoderParams, index: int) -> _LayerWeights:
+        layer, width = params.layers[index], params.config.hidden_size
+        return cls(
+            layer.attn_norm_2D[:width],
+            layer.qkv_DW,
+            layer.attn_out_QD,
+            layer.mlp_norm_2D[:width],
+            layer.gate_up_D2F,
+            layer.down_FD,
+        )
+
+
+def run_layer(
+    x_TD: Tensor,
+    slots_GSH: Tensor,
+    positions_T: Tensor,
+    rope_TP2: Tensor,
+    visible_MS: Tensor,
+    attn_norm_D: Tensor,
+    qkv_DW: Tensor,
+    attn_out_QD: Tensor,
+    mlp_norm_D: Tensor,
+    gate_up_D2F: Tensor,
+    down_FD: Tensor,
+    *,
+    eps: float,
+    scale: float,
+) -> Tensor:
+    """Return a layer's output; writes the rows' keys and values into their slots.
+
+    Weights are arguments, so that one compilation serves all layers.
+
+    Args:
+        x_TD: The residual stream.
+        slots_GSH: Keys (first half of the heads) and values of this layer; written.
+        positions_T: Where the rows stand, int64.
+        rope_TP2: Cosine and sine of every pair at those positions, at least float32.
+        visible_MS: Which slots each query sees, bool.
+        attn_norm_D: See `LayerParams`, as the others.
+        qkv_DW: Likewise.
+        attn_out_QD: Likewise.
+        mlp_norm_D: Likewise.
+        gate_up_D2F: Likewise.
+        down_FD: Likewise.
+        eps: Of both norms.
+        scale: Of the scores.
+    """
+    rows, (num_slot_heads, _, head) = len(x_TD), slots_GSH.shape
+    groups = num_slot_heads // 2
+    normed_TD = F.rms_norm(x_TD, attn_norm_D.shape, attn_norm_D, eps)
+    heads_TNH = (normed_TD @ qkv_DW).view(rows, -1, head)
+    num_queries = heads_TNH.shape[1] - 2 * groups
+    pairs_TNP2 = heads_TNH[:, : num_queries + groups].view(rows, -1, head // 2, 2)
+    x, y = pairs_TNP2.to(rope_TP2.dtype).unbind(-1)
+    cos_T1P, sin_T1P = rope_TP2.unsqueeze(1).unbind(-1)
+    turned_TNP2 = torch.stack((x * cos_T1P - y * sin_T1P, x * sin_T1P + y * cos_T1P), dim=-1)
+    turned_TNH = turned_TNP2.flatten(-2).to(x_TD.dtype)
+    kv_TNH = torch.cat((turned_TNH[:, num_queries:], heads_TNH[:, num_queries + groups :]), dim=1)
+    slots_GSH[:, positions_T] = kv_TNH.transpose(0, 1)
+    queries_TGRH = turned_TNH[:, :num_queries].view(rows, groups, -1, head)
+    queries_GMH = queries_TGRH.permute(1, 2, 0, 3).reshape(groups, -1, head)
+    attended_GMH = F.scaled_dot_product_attention(
+        queries_GMH.unsqueeze(0),
+        slots_GSH[:groups].unsqueeze(0),
+        slots_GSH[groups:].unsqueeze(0),
+        attn_mask=visible_MS,
+        scale=scale,
+    )
+    attended_GRTH = attended_GMH.view(groups, -1, rows, head)
+    x_TD = x_TD + attended_GRTH.permute(2, 0, 1, 3).reshape(rows, -1) @ attn_out_QD
+    normed_TD = F.rms_norm(x_TD, mlp_norm_D.shape, mlp_norm_D, eps)
+    gate_TF, up_TF = (normed_TD @ gate_up_D2F).chunk(2, dim=-1)
+    return x_TD + (F.silu(gate_TF) * up_TF) @ down_FD
