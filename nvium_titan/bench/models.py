@@ -19,6 +19,7 @@ from torch import Tensor
 from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle, write_bundle
 from nvium_titan.convert.export import bundle_config
 from nvium_titan.decode import DecoderParams, Engine
+from nvium_titan.decode.kernels import Kernels
 from nvium_titan.decode.params import random_tensors
 from nvium_titan.errors import BenchError, nearest
 from nvium_titan.flavors import dense_twin
@@ -42,21 +43,29 @@ class BenchModel:
     tokenizer: Tokenizer
     """Its tokenizer; of random weights one that knows every id."""
     load_tensors: Callable[[torch.dtype], Mapping[str, Tensor]]
-    """Gives the tensors of `expected_tensors(config)`, and maybe more, in a type."""
+    """Gives the tensors of `expected_tensors(config)`, and maybe more, in a type, on `device`."""
+    device: torch.device
+    """Where to compute."""
 
     @classmethod
-    def random(cls, dims: ModelDims, *, seed: int) -> BenchModel:
+    def random(
+        cls, dims: ModelDims, *, seed: int, device: torch.device | str = "cpu"
+    ) -> BenchModel:
         """Return random weights: speed does not depend on them where the exits are forced."""
+        device = torch.device(device)
         tokenizer = _AnyId(dims.vocab_size)
         config = bundle_config(dims, tokenizer=tokenizer, dtype="float32")
         return cls(
             config=config,
             tokenizer=tokenizer,
-            load_tensors=lambda dtype: random_tensors(config, seed=seed, dtype=dtype),
+            load_tensors=lambda dtype: random_tensors(
+                config, seed=seed, dtype=dtype, device=device
+            ),
+            device=device,
         )
 
     @classmethod
-    def from_bundle(cls, path: Path) -> BenchModel:
+    def from_bundle(cls, path: Path, *, device: torch.device | str = "cpu") -> BenchModel:
         """Return a trained model.
 
         Raises:
@@ -68,7 +77,8 @@ class BenchModel:
             # `load_tensors` gives what an int8 bundle stands for, in any type.
             config=dataclasses.replace(bundle.config, quantization=None),
             tokenizer=bundle.load_tokenizer(),
-            load_tensors=lambda dtype: bundle.load_tensors(dtype=dtype),
+            load_tensors=lambda dtype: bundle.load_tensors(dtype=dtype, device=device),
+            device=torch.device(device),
         )
 
     @property
@@ -100,10 +110,12 @@ class BenchModel:
         return dataclasses.replace(
             self,
             config=config,
-            load_tensors=lambda dtype: random_tensors(config, seed=seed, dtype=dtype),
+            load_tensors=lambda dtype: random_tensors(
+                config, seed=seed, dtype=dtype, device=self.device
+            ),
         )
 
-    def load_engine(self, *, dtype: str, max_seq_len: int) -> Engine:
+    def load_engine(self, *, dtype: str, max_seq_len: int, kernels: Kernels = "auto") -> Engine:
         """Return an engine with the weights packed for `dtype`; a name of `ENGINE_DTYPES`."""
         tensors = self.load_tensors(ENGINE_DTYPES[dtype])
         is_int8 = dtype == "int8"
@@ -113,7 +125,7 @@ class BenchModel:
             num_tokens=self.tokenizer.vocab_size,
             is_int8=is_int8,
         )
-        return Engine(params, max_seq_len=max_seq_len)
+        return Engine(params, max_seq_len=max_seq_len, kernels=kernels)
 
     def write(self, path: Path, *, dtype: str) -> None:
         """Write it as a bundle, for an engine that is not ours.

@@ -233,7 +233,11 @@ class DecoderParams:
 
 
 def random_tensors(
-    config: BundleConfig, *, seed: int, dtype: torch.dtype = torch.float32
+    config: BundleConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """Return HF-named random tensors that give a lively model.
 
@@ -244,11 +248,12 @@ def random_tensors(
         config: The dimensions.
         seed: Seeds the one generator that draws all of them, in model order.
         dtype: Type of the result.
+        device: Where they are drawn; other devices give other values.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, shape in expected_tensors(config).items():
-        draw = torch.randn(shape, generator=generator)
+        draw = torch.randn(shape, generator=generator, device=device)
         if name.endswith("bias"):
             draw *= 0.1
         elif len(shape) == 1:
