@@ -143,7 +143,10 @@ class NviumMetricsProcessor(MetricsProcessor):
             is_again = validates_again and row["step"] == step and row["split"] == "val"
             if row["step"] <= step and not is_again:
                 kept.append(line)
-        self.path.write_text("".join(f"{line}\n" for line in kept))
+        # The process may be killed at any time: the file is the old one or the new one.
+        rewritten = self.path.with_suffix(".jsonl.tmp")
+        rewritten.write_text("".join(f"{line}\n" for line in kept))
+        rewritten.replace(self.path)
 
     def log(
         self,

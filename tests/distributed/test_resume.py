@@ -8,15 +8,15 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from subprocess import Popen
+from subprocess import Popen, TimeoutExpired
 
 import pytest
 
 from nvium_titan.results import MetricsRow
-from nvium_titan.step_folders import finished_folders, step_folders, step_of
+from nvium_titan.step_folders import finished_folders, is_finished, step_of
 from tests.helpers.runs import (
     rows_of,
     start_torchrun,
@@ -30,10 +30,32 @@ pytestmark = pytest.mark.distributed
 LIMIT_S = 60
 """How long the other ranks may live after one is killed; a hang would last for minutes."""
 
+START_LIMIT_S = 240
+"""How long a run may take to get where it is waited for."""
+
 
 def passed(toml: Path, *flags: str, num_processes: int = 2) -> None:
     done = train_under_torchrun(toml, *flags, num_processes=num_processes)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def settings_of(num_steps: int) -> dict[str, dict[str, object]]:
+    """Return the tables of a run that saves every second step and keeps all it saves."""
+    return {
+        "training": {"steps": num_steps, "global_batch_size": 4, "local_batch_size": 2},
+        "checkpoint": {"interval": 2, "keep_latest_k": 0},
+    }
+
+
+def trained_whole(folder: Path, *, num_steps: int) -> Path:
+    """Train on two ranks, undisturbed; return the folder of `text.jsonl` and `run`."""
+    passed(write_toml(folder, **settings_of(num_steps)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_whole(tmp_path_factory.mktemp("whole"), num_steps=20)
 
 
 def assert_same_curve(got: list[MetricsRow], want: list[MetricsRow]) -> None:
@@ -50,17 +72,19 @@ def assert_same_curve(got: list[MetricsRow], want: list[MetricsRow]) -> None:
     "num_processes", [1, pytest.param(4, marks=pytest.mark.slow)], ids=["2-to-1", "2-to-4"]
 )
 def test_ckp_01_resuming_on_another_number_of_ranks_goes_on_with_the_same_curve(
-    num_processes: int, tmp_path: Path
+    num_processes: int, tmp_path: Path, whole: Path
 ) -> None:
-    toml = write_toml(tmp_path, training={"global_batch_size": 4, "local_batch_size": 2})
-    passed(toml)
-    whole = rows_of(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-6")
+    shutil.copytree(whole / "run", tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoint").iterdir():
+        if step_of(path) > 6:
+            shutil.rmtree(path)
+    shutil.copy(whole / "text.jsonl", tmp_path)
+    toml = write_toml(tmp_path, **settings_of(20))
     if num_processes == 1:
         assert train_here(toml) == 0
     else:
         passed(toml, "--training.local_batch_size", "1", num_processes=num_processes)
-    assert_same_curve(rows_of(tmp_path / "run"), whole)
+    assert_same_curve(rows_of(tmp_path / "run"), rows_of(whole / "run"))
 
 
 class Run:
@@ -70,148 +94,171 @@ class Run:
         self.toml = toml
         self.folder = folder
         self.process: Popen[str] | None = None
-        self.log = ""
+        self._log = toml.with_suffix(".log")
 
-    def start(self, *flags: str) -> None:
-        self.process = start_torchrun(self.toml, *flags, num_processes=2)
+    @property
+    def log(self) -> str:
+        """What torchrun and the ranks have said since the start."""
+        return self._log.read_text(errors="replace")
 
-    def step(self) -> int:
-        rows = rows_of(self.folder) if (self.folder / "metrics.jsonl").exists() else []
-        return rows[-1].step if rows else 0
+    def start(self, *flags: str, hold: tuple[int, int, str] | None = None) -> None:
+        """Start or go on.
+
+        Args:
+            flags: Flags of `nvium train`.
+            hold: Rank and step whose saving is to stop, and "before" or "after" its writing.
+        """
+        if hold is not None:
+            os.environ["HOLD"] = " ".join(map(str, hold))
+        module = "nvium_titan.train" if hold is None else "tests.helpers.held_run"
+        self.process = start_torchrun(
+            self.toml, *flags, num_processes=2, module=module, log=self._log
+        )
+
+    def logged(self) -> int:
+        """Return the last step with a row of metrics; only where no rank is alive."""
+        return rows_of(self.folder)[-1].step
 
     def wait_for_step(self, step: int) -> None:
-        self._wait(lambda: self.step() >= step)
+        """Wait until that step is trained, counting from this start alone."""
 
-    def wait_for_saving(self, after: int) -> None:
-        """Return while a checkpoint is being written."""
+        def is_done() -> bool:
+            return max(map(int, re.findall(r"train step (\d+):", self.log)), default=0) >= step
 
-        def is_saving() -> bool:
-            folder = self.folder / "checkpoint"
-            finished = finished_folders(folder)
-            return any(
-                path not in finished and step_of(path) > after for path in step_folders(folder)
-            )
+        self._wait(is_done)
 
-        self._wait(is_saving, every_s=0)
+    def wait_for_saving(self, step: int) -> None:
+        """Wait until the files of that step are being written."""
+        self._wait((self.folder / "checkpoint" / f"step-{step}").is_dir)
 
-    def _wait(self, condition: object, every_s: float = 0.01) -> None:
+    def _wait(self, condition: Callable[[], bool]) -> None:
         assert self.process is not None
-        assert callable(condition)
+        end = time.monotonic() + START_LIMIT_S
         while not condition():
-            assert self.process.poll() is None, self.process.communicate()
-            time.sleep(every_s)
+            assert self.process.poll() is None, self.log[-3000:]
+            assert time.monotonic() < end, self.log[-3000:]
+            time.sleep(0.01)
 
     def kill(self, rank: int) -> str:
         """Kill one rank with SIGKILL, wait for the end of the others; return what happened."""
-        folders = step_folders(self.folder / "checkpoint")
-        finished = finished_folders(self.folder / "checkpoint")
         before = time.monotonic()
-        os.kill(self._pid_of(rank), signal.SIGKILL)
-        code = self.end()
+        code = self.end(lambda pids: os.kill(pids[rank], signal.SIGKILL))
         seconds = time.monotonic() - before
         assert code != 0
         # torchrun lists the killed rank; another that noticed at once may stand as the root cause.
         assert re.search(rf"rank\s*: {rank} .*\n\s*exitcode\s*: -9 ", self.log), self.log[-3000:]
-        saving = [path.name for path in folders if path not in finished]
+        finished = finished_folders(self.folder / "checkpoint")
         return (
-            f"rank {rank} killed, {self.step()} steps logged, "
-            f"{'saving ' + saving[-1] if saving else 'between saves'}, last checkpoint "
+            f"rank {rank} killed, {self.logged()} steps logged, last checkpoint "
             f"{finished[-1].name if finished else 'none'}: torchrun ended with {code} after "
             f"{seconds:.1f} s"
         )
 
     def terminate(self) -> int:
+        process = self.process
+        assert process is not None
+        return self.end(lambda _: process.terminate())
+
+    def end(self, do: Callable[[dict[int, int]], None]) -> int:
+        """Do something to the ranks, by their process ids; return torchrun's exit code."""
         assert self.process is not None
+        pids = self._pids()
+        assert len(pids) == 2, self.log[-3000:]
+        do(pids)
+        code = self.process.wait(LIMIT_S)
+        assert not any(Path(f"/proc/{pid}/exe").exists() for pid in pids.values())
+        return code
+
+    def clear_away(self) -> None:
+        """End what a failed test has left."""
+        if self.process is None or self.process.poll() is not None:
+            return
         self.process.terminate()
-        return self.end()
+        with suppress(TimeoutExpired):
+            self.process.wait(LIMIT_S)
+        self.process.kill()
 
-    def end(self) -> int:
+    def _pids(self) -> dict[int, int]:
+        """Return the process of each rank that is alive; any of them may end meanwhile."""
         assert self.process is not None
-        pids = [self._pid_of(rank) for rank in range(2) if self._alive(rank)]
-        output, errors = self.process.communicate(timeout=LIMIT_S)
-        self.log = output + errors
-        assert not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)
-        return self.process.returncode
-
-    def _alive(self, rank: int) -> bool:
-        try:
-            return bool(self._pid_of(rank))
-        except LookupError:
-            return False
-
-    def _pid_of(self, rank: int) -> int:
-        assert self.process is not None
-        for child in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            for pid in map(int, child.read_text().split()):
-                words: list[bytes] = []
-                with suppress(OSError):  # it has ended by now
-                    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if b"RANK=%d" % rank in words:
-                    return pid
-        raise LookupError(f"rank {rank}")
+        found = {}
+        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with suppress(OSError):
+                for pid in map(int, children.read_text().split()):
+                    with suppress(OSError):
+                        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                        found |= {r: pid for r in range(2) if b"RANK=%d" % r in words}
+        return found
 
 
-@pytest.fixture(scope="module")
-def whole_curve(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """A run on two ranks that nothing disturbs."""
-    folder = tmp_path_factory.mktemp("whole")
-    toml = write_toml(folder, training={"steps": 60}, checkpoint={"interval": 2})
-    passed(toml)
-    return folder / "text.jsonl", [row.loss for row in rows_of(folder / "run")]
+@pytest.fixture
+def disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.setenv("HOLD", "")
+    run = Run(tmp_path / "tiny.toml", tmp_path / "run")
+    yield run
+    run.clear_away()
 
 
-def disturbed(tmp_path: Path, text: Path) -> Run:
-    toml = write_toml(
-        tmp_path, training={"steps": 60}, checkpoint={"interval": 2},
-        dataloader={"path": str(text)},
-    )  # fmt: skip
-    return Run(toml, tmp_path / "run")
-
-
-def finish(run: Run, want: list[float]) -> None:
+def finish(run: Run, whole: Path) -> None:
     run.start()
     assert run.process is not None
-    output, errors = run.process.communicate(timeout=300)
-    assert run.process.returncode == 0, output[-3000:] + errors[-3000:]
-    assert [row.loss for row in rows_of(run.folder)] == want
+    assert run.process.wait(300) == 0, run.log[-3000:]
+    assert [row.loss for row in rows_of(run.folder)] == [
+        row.loss for row in rows_of(whole / "run")
+    ]
 
 
 def test_killed_twice_and_terminated_once_a_run_gives_the_same_curve(
-    tmp_path: Path, whole_curve: tuple[Path, list[float]]
+    tmp_path: Path, whole: Path, disturbed: Run
 ) -> None:
-    text, want = whole_curve
-    run = disturbed(tmp_path, text)
+    shutil.copy(whole / "text.jsonl", tmp_path)
+    write_toml(tmp_path, **settings_of(20))
+    run = disturbed
     run.start()
-    run.wait_for_step(5)
+    run.wait_for_step(3)
     run.kill(1)
-    run.start()
-    run.wait_for_saving(after=run.step() + 1)
+    saved = run.logged() // 2 * 2 + 2
+    run.start(hold=(0, saved, "before"))
+    run.wait_for_saving(saved)
     run.kill(0)
+    assert not is_finished(run.folder / "checkpoint" / f"step-{saved}")
     run.start()
-    run.wait_for_step(20)
+    run.wait_for_step(saved + 2)
     assert run.terminate() == 1  # torchrun's own code; each rank's is 143
     last = finished_folders(run.folder / "checkpoint")[-1]
-    assert step_of(last) == run.step(), "the step at hand is saved"
-    assert "stopped by SIGTERM; the same command goes on from here" in run.log
-    finish(run, want)
+    assert step_of(last) == run.logged(), "the step at hand is saved"
+    assert len(re.findall("stopped by SIGTERM; the same command goes on from here", run.log)) == 2
+    finish(run, whole)
 
 
 @pytest.mark.slow
 def test_killed_at_ten_random_moments_a_run_gives_the_same_curve(
-    tmp_path: Path,
-    whole_curve: tuple[Path, list[float]],
-    record_property: Callable[[str, object], None],
+    tmp_path: Path, disturbed: Run, record_property: Callable[[str, object], None]
 ) -> None:
-    text, want = whole_curve
-    run = disturbed(tmp_path, text)
+    (tmp_path / "whole").mkdir()
+    whole = trained_whole(tmp_path / "whole", num_steps=80)
+    shutil.copy(whole / "text.jsonl", tmp_path)
+    write_toml(tmp_path, **settings_of(80))
+    run = disturbed
     draw = random.Random(0)
+    done = 0
     for moment in range(10):
-        run.start("--checkpoint.async_mode", "async" if moment % 4 > 1 else "disabled")
-        done = run.step()
+        rank = draw.randrange(2)
+        mode = "async" if moment % 4 > 1 else "disabled"
+        step = done + draw.randint(1, 6)
         if moment % 2:
-            run.wait_for_saving(after=done + 1)
+            step = step // 2 * 2 + 2
+            place = draw.choice(["before", "after"])
+            run.start("--checkpoint.async_mode", mode, hold=(rank, step, place))
+            run.wait_for_saving(step)
         else:
-            run.wait_for_step(min(done + draw.randint(1, 6), 50))
-            time.sleep(draw.uniform(0, 0.1))
-        record_property("moment", run.kill(draw.randrange(2)))
-    finish(run, want)
+            place = "between"
+            run.start("--checkpoint.async_mode", mode)
+            run.wait_for_step(step)
+        time.sleep(draw.uniform(0, 0.1))
+        what = run.kill(rank)
+        record_property("moment", f"{mode}, {place} step {step}: {what}")
+        done = run.logged()
+        if moment % 2:
+            assert not is_finished(run.folder / "checkpoint" / f"step-{step}")
+    finish(run, whole)

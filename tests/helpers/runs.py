@@ -86,9 +86,13 @@ def train_under_torchrun(
 
 
 def start_torchrun(
-    toml: Path, *flags: str, num_processes: int, module: str = "nvium_titan.train"
+    toml: Path,
+    *flags: str,
+    num_processes: int,
+    module: str = "nvium_titan.train",
+    log: Path | None = None,
 ) -> subprocess.Popen[str]:
-    """Start training under torchrun on gloo, with its output in pipes."""
+    """Start training under torchrun on gloo, its output in a file or in pipes, to be emptied."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc_per_node={num_processes}", "-m", module,
@@ -97,6 +101,11 @@ def start_torchrun(
     launch = re.compile(r"(LOCAL_)?RANK|WORLD_SIZE|MASTER_")
     environment = {k: v for k, v in os.environ.items() if not launch.match(k)}
     environment["OMP_NUM_THREADS"] = "1"
+    if log is not None:
+        with log.open("w") as file:
+            return subprocess.Popen(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True
+            )
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
