@@ -26,6 +26,7 @@ from nvium_titan.bench.report import DtypeFigures, SystemFigures
 from nvium_titan.bench.statistics import paired_ratio, quartiles
 from nvium_titan.bench.system import System, Timing
 from nvium_titan.decode import ExitPolicy, SampledRouter, ScriptedExits
+from nvium_titan.decode.kernels import Kernels
 from nvium_titan.errors import BenchError, nearest
 from nvium_titan.flops import weights_read_per_token
 
@@ -69,6 +70,8 @@ class Comparison:
     """Pairs to run."""
     seed: int
     """Decides weights, prompts, exits and tokens."""
+    kernels: Kernels
+    """What runs N-vium and dense; see `Engine`."""
 
     @property
     def max_seq_len(self) -> int:
@@ -152,7 +155,9 @@ def run_comparison(
         try:
             for pair in interleave(systems, prompts, comparison.new_tokens, on_run=on_run):
                 pairs.append(pair)
-            for ours in (nvium, dense) if comparison.batch == 1 else ():
+            # A GPU works on after a call has returned, so its parts cannot be timed from outside.
+            is_split = comparison.batch == 1 and comparison.model.device.type == "cpu"
+            for ours in (nvium, dense) if is_split else ():
                 overhead[ours.name] = split_time(
                     ours.engine, prompts[0], comparison.new_tokens,
                     policy=ours.policies[0], seed=comparison.seed,
@@ -203,7 +208,9 @@ def _open_systems(comparison: Comparison, *, dtype: str) -> Iterator[_Systems]:
     with ExitStack() as stack:
 
         def ours(name: str, model: BenchModel, policies: Sequence[ExitPolicy]) -> EngineSystem:
-            engine = model.load_engine(dtype=dtype, max_seq_len=comparison.max_seq_len)
+            engine = model.load_engine(
+                dtype=dtype, max_seq_len=comparison.max_seq_len, kernels=comparison.kernels
+            )
             system = EngineSystem(
                 name, engine, dtype=dtype, policies=policies, seed=comparison.seed
             )

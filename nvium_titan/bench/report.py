@@ -105,7 +105,7 @@ class DtypeFigures:
     """The same over the measured time: achieved bandwidth, GB/s."""
     overhead: dict[str, dict[str, float]]
     """Milliseconds per further token by part, of N-vium and dense, from one run with timers;
-    empty for a batch."""
+    empty for a batch and on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +149,8 @@ class BenchReport:
     """Pairs asked for; an interrupted run has fewer."""
     seed: int
     """Decides weights, prompts, exits and tokens."""
+    device: str
+    """Where our engine ran: the GPU's name, or cpu."""
     threads: int
     """CPU threads."""
     cpu: Cpu

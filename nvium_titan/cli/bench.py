@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -15,6 +15,8 @@ from nvium_titan.cli.common import command_line, progress
 from nvium_titan.errors import BenchError, DependencyError
 
 if TYPE_CHECKING:
+    import torch
+
     from nvium_titan.bench.measure import Comparison
     from nvium_titan.bench.models import BenchModel
     from nvium_titan.bench.report import (
@@ -63,6 +65,13 @@ class Bench:
 
     dtypes: str = "float32"
     """Types to compute in, separated by commas: one comparison each."""
+
+    device: str = "cpu"
+    """Where our engine computes: cpu or cuda."""
+
+    kernels: Literal["auto", "torch", "native", "graph"] = "auto"
+    """What computes: graph (CUDA graphs; imitated on the CPU, slowly), native (compiled, for the
+    CPU), torch (separate operations); default: graph on cuda, native on the CPU."""
 
     threads: int | None = None
     """CPU threads; default: as torch sets them."""
@@ -121,6 +130,7 @@ class Bench:
 
         self._check_numbers()
         dtypes = check_dtypes(self.dtypes)
+        self._check_device(dtypes)
         if self.out is not None:
             _check_plots()
         if self.threads is not None:
@@ -173,6 +183,18 @@ class Bench:
                     "bundle as it is beside dense"
                 )
 
+    def _check_device(self, dtypes: Sequence[str]) -> None:
+        import torch
+
+        if self.device == "cpu":
+            return
+        if not self.device.startswith("cuda") or not torch.cuda.is_available():
+            raise BenchError(f"--device {self.device}: torch sees no such GPU here; use cpu")
+        if self.peer:
+            raise BenchError(f"--peer {self.peer[0]} runs on the CPU, so not with --device cuda")
+        if "int8" in dtypes:
+            raise BenchError("--dtypes int8: int8 weights are for the CPU; use bfloat16")
+
     def _prepare_pairs(self) -> _Measure:
         from nvium_titan.bench.measure import run_comparison
         from nvium_titan.bench.report import BenchReport
@@ -200,6 +222,7 @@ class Bench:
                 batch=comparison.batch,
                 num_pairs_wanted=self.pairs,
                 seed=self.seed,
+                device=_device_name(model.device),
                 threads=_num_threads(),
                 cpu=cpu,
                 versions=_versions(entries),
@@ -211,7 +234,6 @@ class Bench:
         return measure
 
     def _prepare_prompts(self) -> _Measure:
-        from nvium_titan.bench.models import BenchModel
         from nvium_titan.bench.report import PromptsReport
         from nvium_titan.bench.specbench import (
             MAX_NEW_TOKENS,
@@ -223,7 +245,7 @@ class Bench:
 
         assert self.prompts is not None, "the caller has seen it"
         model = self._model()
-        dense = BenchModel.from_bundle(self.dense) if self.dense else model.dense()
+        dense = self._trained_dense() or model.dense()
         questions = read_questions(self.prompts, per_category=self.per_category)
         max_new_tokens = self.new_tokens or MAX_NEW_TOKENS
 
@@ -233,7 +255,10 @@ class Bench:
                 on_question = _counting(report)
                 for dtype in dtypes:
                     nvium, beside = (
-                        Answerer(name, m.load_engine(dtype=dtype, max_seq_len=m.context))
+                        Answerer(
+                            name,
+                            m.load_engine(dtype=dtype, max_seq_len=m.context, kernels=self.kernels),
+                        )
                         for name, m in (("N-vium", model), ("dense", dense))
                     )
                     entries.append(
@@ -264,7 +289,6 @@ class Bench:
 
     def _comparison(self) -> Comparison:
         from nvium_titan.bench.measure import Comparison, parse_peer
-        from nvium_titan.bench.models import BenchModel
         from nvium_titan.flops import limit_speedup
 
         model = self._model()
@@ -284,7 +308,7 @@ class Bench:
             )
         return Comparison(
             model=model,
-            trained_dense=BenchModel.from_bundle(self.dense) if self.dense else None,
+            trained_dense=self._trained_dense(),
             with_twin=self.twin,
             peers=tuple(map(parse_peer, self.peer)),
             forced_shares=shares,
@@ -293,7 +317,13 @@ class Bench:
             batch=self.batch,
             num_pairs=self.pairs,
             seed=self.seed,
+            kernels=self.kernels,
         )
+
+    def _trained_dense(self) -> BenchModel | None:
+        from nvium_titan.bench.models import BenchModel
+
+        return BenchModel.from_bundle(self.dense, device=self.device) if self.dense else None
 
     def _model(self) -> BenchModel:
         from nvium_titan.bench.models import BenchModel
@@ -307,10 +337,11 @@ class Bench:
         if self.bundle is not None:
             if self.exits is not None:
                 raise BenchError(f"--exits {self.exits}: a bundle has its own; leave it out")
-            return BenchModel.from_bundle(self.bundle)
+            return BenchModel.from_bundle(self.bundle, device=self.device)
         assert self.shape is not None, "checked above"
         num_exits = _PAPER_EXITS if self.exits is None else self.exits
-        return BenchModel.random(shape_dims(self.shape, num_exits=num_exits), seed=self.seed)
+        dims = shape_dims(self.shape, num_exits=num_exits)
+        return BenchModel.random(dims, seed=self.seed, device=self.device)
 
 
 def _parse_shares(text: str) -> tuple[float, ...]:
@@ -346,6 +377,12 @@ def _counting(report_done: Callable[[int], None]) -> Callable[[], None]:
     """Return a function that reports one more each time."""
     done = itertools.count(1)
     return lambda: report_done(next(done))
+
+
+def _device_name(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _num_threads() -> int:

@@ -42,6 +42,8 @@ def print_report(report: BenchReport) -> None:
         f"{report.batch} at once, seed {report.seed}"
     )
     _print_machine(report)
+    if report.device != "cpu":
+        print(f"our engine on: {report.device}")
     for entry in report.dtypes:
         _print_entry(entry, num_pairs_wanted=report.num_pairs_wanted)
 

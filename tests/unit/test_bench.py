@@ -49,6 +49,7 @@ def comparison(**changes: object) -> Comparison:
         "batch": 1,
         "num_pairs": 3,
         "seed": 0,
+        "kernels": "auto",
     }
     return Comparison(**(settings | changes))  # type: ignore[arg-type]
 
@@ -254,6 +255,12 @@ def test_ext_05_what_early_exits_cost_and_gain_is_counted(
         assert figures.limit > 1
 
 
+def test_graphs_are_compared_with_dense_in_graphs() -> None:
+    figures = run(comparison(kernels="graph", num_pairs=2))
+    assert figures.exit_shares == list(SHARES)
+    assert figures.host_reads_per_token < 1.5, "one a token, but for the first after the prompt"
+
+
 def test_an_interrupt_keeps_the_pairs_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = EngineSystem.run
@@ -284,7 +291,8 @@ def test_an_interrupt_before_the_first_pair_is_passed_on(monkeypatch: pytest.Mon
 def report_of(*entries: DtypeFigures) -> BenchReport:
     return BenchReport(
         model="64x4", exits=[1, 2, 3, 4], num_params=1, forced_shares=list(SHARES),
-        prompt_tokens=5, new_tokens=21, batch=1, num_pairs_wanted=3, seed=0, threads=1,
+        prompt_tokens=5, new_tokens=21, batch=1, num_pairs_wanted=3, seed=0, device="cpu",
+        threads=1,
         cpu=describe_cpu(), versions={"torch": "2"}, command="nvium bench", dtypes=list(entries),
     )  # fmt: skip
 
