@@ -111,19 +111,19 @@ class CudaGraphs:
         """
         self.counters = GraphCounters()
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._capturing: torch.cuda.CUDAGraph | None = None
         self._outbox_I = torch.empty(0, dtype=torch.int64)
         self._inbox_I = torch.empty(0, dtype=torch.int64)
-        self._sent = torch.cuda.Event()
+        self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.why_no_branches = self._try_a_branch()
         self.counters = GraphCounters()
 
     @property
     def pool_bytes(self) -> int:
         """See `GraphBackend`; counts whole segments of the allocator."""
-        segments = torch.cuda.memory_snapshot(self._pool)
+        segments = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
         return sum(segment["total_size"] for segment in segments)
 
     def capture(self, function: Callable[[], object], *, outputs: Sequence[Tensor] = ()) -> Graph:
@@ -333,11 +333,11 @@ class _Branch:
 _Step = _Write | _Make | _Branch
 
 
-class _Tape(TorchDispatchMode):
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operations. New tensors are made, existing ones are left as they are."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[_Step] = []
 
     def own_steps(self, steps: list[_Step] | None = None) -> Iterator[_Make]:
@@ -352,6 +352,9 @@ class _Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func._can_decompose():
+            with self:  # inference mode hands over whole functions; their parts are recorded
+                return func.decompose(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             raise _refusal(func, "the host would read a value of the device")
         if torch.Tag.dynamic_output_shape in func.tags:
