@@ -68,8 +68,13 @@ class DecodeState:
 
 
 def slots_for(max_length: int, *, shapes: Shapes) -> int:
-    """Return the slots of a sequence: a padded row may lie past its end."""
-    return max_length + (PREFILL_BUCKETS[-1] - 1 if shapes == "bucket" else 0)
+    """Return the slots of a sequence: in buckets a padded row may lie past its end.
+
+    There the number is a multiple of 16, which is how fused attention wants the rows of a mask.
+    """
+    if shapes == "exact":
+        return max_length
+    return math.ceil((max_length + PREFILL_BUCKETS[-1] - 1) / 16) * 16
 
 
 class BlockRunner:

@@ -36,7 +36,7 @@ turns = st.lists(
 @given(
     turns=turns,
     which=st.integers(0, len(CONFIGS) - 1),
-    shapes=st.sampled_from(["exact", "bucket"]),
+    kind=st.sampled_from([("torch", "exact"), ("torch", "bucket"), ("graph", "bucket")]),
     max_owed=st.one_of(st.none(), st.integers(1, 40)),
     is_sampled=st.booleans(),
     seed=st.integers(0, 2**64),
@@ -44,14 +44,15 @@ turns = st.lists(
 def test_any_history_leaves_the_exact_cache(
     turns: list[tuple[list[int], list[int], int]],
     which: int,
-    shapes: str,
+    kind: tuple[str, str],
     max_owed: int | None,
     is_sampled: bool,
     seed: int,
 ) -> None:
     config, tensors = CONFIGS[which], TENSORS[which]
     params = DecoderParams.from_tensors(config, {n: t.double() for n, t in tensors.items()})
-    engine = Engine(params, shapes=shapes, max_owed=max_owed)  # type: ignore[arg-type]
+    kernels, shapes = kind
+    engine = Engine(params, kernels=kernels, shapes=shapes, max_owed=max_owed)  # type: ignore[arg-type]
     state = engine.new_state()
     last: list[int] = []
     for prompt, exits, num_new in turns:

@@ -133,6 +133,9 @@ class CudaGraphs:
         with torch.cuda.stream(self._stream):
             function()
         current.wait_stream(self._stream)
+        # What cuBLAS works in must be the pool's, not memory that others get after this; and every
+        # stream that a branch is captured on would keep its own for ever.
+        torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -142,7 +145,6 @@ class CudaGraphs:
                 function()
             finally:
                 self._capturing = None
-        # Otherwise every stream that a branch was captured on keeps its work space for ever.
         torch._C._cuda_clearCublasWorkspaces()
         self.counters.captures += 1
         return _CudaGraph(graph, self.counters)
