@@ -30,8 +30,8 @@ TOKENS_PER_PARAM = 20
 """Training length that the paper uses (N-vium, arXiv:2605.13190, App. A)."""
 
 _ADAM_MOMENTS = 2
-# Of a logit at its peak: in bfloat16 and float32, its log-probability, two gradients.
-_BYTES_PER_LIVE_LOGIT = 2 + 3 * 4
+# Of a logit at its peak: in bfloat16 and float32; its gradient takes the same memory.
+_BYTES_PER_LIVE_LOGIT = 2 + 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

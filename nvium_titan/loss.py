@@ -2,10 +2,11 @@
 
 The loss owns the head. It walks the tokens in chunks; within a chunk the logits of all exits are
 alive together (the gradient needs every exit's responsibility), so the logits of all exits for all
-tokens never are. Each exit state passes through the head once and nothing is recomputed.
+tokens never are. Each exit state passes through the head once and nothing is recomputed; a chunk's
+logits and their gradient share their memory.
 
-Shapes: E exits, J = E - 1 junctions, B sequences, T tokens, C tokens of a chunk, D width, V
-vocabulary.
+Shapes: E exits, J = E - 1 junctions, B sequences, T tokens, C tokens of a chunk, R = E B C rows of
+logits, D width, V vocabulary (this rank's part of it under tensor parallelism).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional as F
-from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, _LossParallelCrossEntropy
+from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
@@ -88,20 +89,16 @@ class MixtureLoss(BaseLoss):
         self.beta = config.beta
         self.compute_weight = config.beta
 
-    def bind(
-        self, lm_head: nn.Module | None, plan: ExitPlan, *, vocab_size: int, device: torch.device
-    ) -> None:
+    def bind(self, lm_head: nn.Module | None, plan: ExitPlan, *, device: torch.device) -> None:
         """Attach the head and make the device tensors; called once, before the first step.
 
         Args:
             lm_head: The shared head; None on a pipeline stage that has none.
             plan: Where the exits are.
-            vocab_size: Rows of the whole head, over all tensor-parallel ranks.
             device: Where loss weights and sums live.
         """
         self.lm_head = lm_head
         self.plan = plan
-        self._vocab_size = vocab_size
         # Written in place between steps: no phase or beta makes a compiled or captured step anew.
         # 0-dim float64 scales a float32 tensor without making it float64.
         self._balance_weight = torch.zeros((), dtype=torch.float64, device=device)
@@ -185,9 +182,12 @@ class MixtureLoss(BaseLoss):
         assert self.lm_head is not None, "checked by the caller"
         num_exits, num_sequences = o_EBCD.shape[:2]
         # One call for all exits, in the three axes that the head's placements speak of.
-        logits = self.lm_head(o_EBCD.flatten(0, 1))
-        labels = labels_BC.expand(num_exits, *labels_BC.shape).flatten(0, 1)
-        log_label_EBC = -self._nll(logits, labels).view(num_exits, num_sequences, -1)
+        logits_NCV = self.lm_head(o_EBCD.flatten(0, 1))
+        labels_R = labels_BC.expand(num_exits, *labels_BC.shape).flatten()
+        nll_R = _LabelNll.apply(
+            at_least_float32(logits_NCV.flatten(0, 1)), labels_R, _tensor_parallel_group()
+        )
+        log_label_EBC = -nll_R.view(num_exits, num_sequences, -1)
         terms = token_terms(z_JBC, log_label_EBC, self.plan)
         valid_BC = (labels_BC != IGNORE_INDEX).to(terms.mixture_nll.dtype)
         per_token = (
@@ -198,21 +198,6 @@ class MixtureLoss(BaseLoss):
         with torch.no_grad():
             self.sums += token_sums(terms, z_JBC, log_label_EBC, valid_BC)
         return (per_token * valid_BC).sum()
-
-    def _nll(self, logits_NCV: Tensor, labels_NC: Tensor) -> Tensor:
-        """Return -log pi(y) of every row, float32, 0 where the label is -100."""
-        logits = at_least_float32(logits_NCV.flatten(0, 1))
-        if get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:
-            return _LossParallelCrossEntropy.apply(
-                logits,
-                labels_NC.flatten(),
-                current_spmd_mesh().get_group("tp"),
-                self._vocab_size,
-                "none",
-            )
-        return F.cross_entropy(
-            logits, labels_NC.flatten(), reduction="none", ignore_index=IGNORE_INDEX
-        )
 
 
 def _backward(loss: Tensor, o_EBCD: Tensor, z_JBC: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,6 +227,60 @@ def _unsharded(lm_head: nn.Module) -> Iterator[Any]:
     lm_head.set_reshard_after_backward(True)
     lm_head.set_requires_gradient_sync(True, recurse=False)
     lm_head.reshard()
+
+
+def _tensor_parallel_group() -> dist.ProcessGroup | None:
+    """Return the ranks that hold the head's rows together, None if each holds all."""
+    if get_spmd_backend() != "spmd_types" or spmd_mesh_size("tp") == 1:
+        return None
+    group: dist.ProcessGroup = current_spmd_mesh().get_group("tp")
+    return group
+
+
+class _LabelNll(torch.autograd.Function):
+    """-log pi(y) of every row, 0 where the label is -100; spends the logits.
+
+    The softmax is taken in the memory of the logits, and the backward pass makes their gradient
+    there: logits are what fills the memory, and a pass over them is what the loss costs beside the
+    head. With a group each rank has an equal part of the vocabulary, the first rank the first.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_RV: Tensor, labels_R: Tensor, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        vocab_size = logits_RV.shape[1]
+        counts_R = is_here_R = labels_R != IGNORE_INDEX
+        if group is not None:
+            labels_R = labels_R - vocab_size * dist.get_rank(group)
+            is_here_R = counts_R & (labels_R >= 0) & (labels_R < vocab_size)
+        index_R = labels_R.where(is_here_R, 0)
+
+        work_RV = logits_RV.detach()
+        largest_R = work_RV.amax(dim=1)
+        if group is not None:
+            dist.all_reduce(largest_R, dist.ReduceOp.MAX, group)
+        work_RV.sub_(largest_R[:, None])
+        label_R = work_RV.gather(1, index_R[:, None])[:, 0].where(is_here_R, 0)
+        sum_R = work_RV.exp_().sum(dim=1)
+        if group is not None:
+            both_2R = torch.stack([label_R, sum_R])
+            dist.all_reduce(both_2R, dist.ReduceOp.SUM, group)
+            label_R, sum_R = both_2R.unbind()
+        nll_R = (sum_R.log() - label_R).where(counts_R, 0)
+        ctx.save_for_backward(work_RV, sum_R, nll_R, index_R, is_here_R, counts_R)
+        return nll_R
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        work_RV, sum_R, nll_R, index_R, is_here_R, counts_R = ctx.saved_tensors
+        grad_R = grad_outputs[0].where(counts_R, 0)
+        grad_RV = work_RV.mul_((grad_R / sum_R)[:, None])
+        rows_R = torch.arange(len(grad_R), device=grad_R.device)
+        # pi(y) - 1 without cancellation.
+        of_label_R = grad_R * torch.expm1(-nll_R)
+        grad_RV[rows_R, index_R] = of_label_R.where(is_here_R, grad_RV[rows_R, index_R])
+        return grad_RV, None, None
 
 
 class _FeedGradients(torch.autograd.Function):

@@ -164,7 +164,6 @@ class NviumTrainer(Trainer):
         self.loss_fn.bind(
             self.model_parts[-1].lm_head if has_head else None,
             dims.plan,
-            vocab_size=dims.vocab_size,
             device=self.device,
         )
         self.metrics_processor.loss_fn = self.loss_fn

@@ -154,7 +154,7 @@ def make_loss(
 ) -> MixtureLoss:
     """Return the training loss of a shape, in its main phase."""
     loss = MixtureLoss(config)
-    loss.bind(head, dims.plan, vocab_size=dims.vocab_size, device=device)
+    loss.bind(head, dims.plan, device=device)
     loss.start_step(1, num_steps=0)
     return loss
 

@@ -100,7 +100,7 @@ def _rope_in_double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def mixture_loss(model: NviumModel, golden: Golden, *, phase: str) -> MixtureLoss:
     loss = MixtureLoss(MixtureLoss.Config(alpha=ALPHA, beta=BETA, num_chunks=5))
     plan = golden.bundle.config.plan
-    loss.bind(model.lm_head, plan, vocab_size=256, device=torch.device("cpu"))
+    loss.bind(model.lm_head, plan, device=torch.device("cpu"))
     loss.start_step(1 if phase == "warmup" else 100, num_steps=100)
     return loss
 

@@ -13,7 +13,7 @@ from nvium_titan.core.mixture import exit_log_probs, expected_depth, mixture_log
 from nvium_titan.core.objective import phase_weights, token_terms
 from nvium_titan.errors import ConfigError
 from nvium_titan.exit_plan import ExitPlan
-from nvium_titan.loss import MixtureLoss
+from nvium_titan.loss import MixtureLoss, _LabelNll
 from nvium_titan.metrics import MixtureMetrics
 
 PLAN = ExitPlan(num_layers=6, exit_layers=(1, 3))
@@ -24,7 +24,7 @@ def make_loss(
     head: nn.Module, *, plan: ExitPlan = PLAN, num_chunks: int = 3, phase: str = "main"
 ) -> MixtureLoss:
     loss = MixtureLoss(MixtureLoss.Config(beta=0.3, alpha=0.7, num_chunks=num_chunks))
-    loss.bind(head, plan, vocab_size=VOCAB, device=torch.device("cpu"))
+    loss.bind(head, plan, device=torch.device("cpu"))
     loss.start_step(1 if phase == "warmup" else 100, num_steps=100)
     return loss
 
@@ -88,6 +88,29 @@ def test_loss_and_every_gradient_equal_the_slow_twin(phase: str, num_chunks: int
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     for got, x in zip(fast, (o, z, head.weight), strict=True):
         torch.testing.assert_close(got, x.grad, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e4])
+def test_the_label_s_loss_and_gradient_equal_torch_s(scale: float, dtype: torch.dtype) -> None:
+    logits = (scale * torch.randn(40, VOCAB, dtype=dtype)).requires_grad_()
+    labels = torch.randint(0, VOCAB, (40,))
+    labels[3:7] = -100
+    labels[8] = logits[8].argmax()
+    weights = torch.randn(40, dtype=dtype)
+    want = F.cross_entropy(logits.double(), labels, reduction="none")
+    (grad,) = torch.autograd.grad((want * weights).sum(), logits)
+    got = _LabelNll.apply(logits * 1, labels, None)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+    got.backward(weights)
+    torch.testing.assert_close(logits.grad, grad, rtol=0, atol=tolerance)
+    assert not logits.grad[3:7].any()
+
+
+def test_a_label_outside_the_vocabulary_is_no_label() -> None:
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        _LabelNll.apply(torch.randn(2, VOCAB), torch.tensor([0, VOCAB]), None)
 
 
 @pytest.mark.cases

@@ -86,6 +86,15 @@ def test_live_bytes_counts_each_storage_once_and_as_long_as_it_lives() -> None:
     assert live.now == 8000
 
 
+@pytest.mark.parametrize("num_exits", [1, 4])
+def test_a_chunk_s_logits_exist_once(num_exits: int) -> None:
+    """Log-probabilities and the gradient take the memory of the logits."""
+    peak = peak_of(num_exits, batch=4, tokens=128, num_chunks=4)
+    logits = 4 * num_exits * 4 * 32 * VOCAB
+    head_gradients = 2 * 4 * VOCAB * WIDTH  # a chunk's and their sum
+    assert logits < peak < 1.02 * (logits + head_gradients)
+
+
 @pytest.mark.parametrize(
     ("tokens", "num_chunks"), [(128, 8), pytest.param(2048, 64, marks=pytest.mark.slow)]
 )
