@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torchtitan.config import TrainingConfig
@@ -14,6 +15,7 @@ from nvium_titan.errors import ConfigError
 from nvium_titan.flavors import flavor_dims
 from nvium_titan.flops import ModelDims
 from nvium_titan.model.layout import check_layout
+from tests.helpers.runs import train_here, write_toml
 
 DIMS = flavor_dims("debug")  # 6 layers, 4 heads
 
@@ -65,6 +67,22 @@ def test_dis_01_a_vocabulary_that_the_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(ConfigError, match=rule):
         check(dims=dims, tensor_parallel_degree=2)
     check(dims=replace(DIMS, vocab_size=258), tensor_parallel_degree=2)
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("model.vocab_size", 257), ("model.num_kv_heads", 1), ("training.seq_len", 127)],
+)
+def test_dis_01_and_dis_02_training_ends_before_it_starts(
+    flag: str, value: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--{flag}", str(value), "--parallelism.tensor_parallel_degree", "2"]
+    assert train_here(write_toml(tmp_path), *words) == 2
+    error = capfd.readouterr().err
+    assert "tensor_parallel_degree=2 does not divide" in error
+    assert f"{flag.partition('.')[2]}={value}" in error
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_message_lists_the_degrees_that_work() -> None:
