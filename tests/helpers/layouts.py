@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import tomli_w
 import torch
@@ -74,11 +75,15 @@ def train_layouts(
         log.close()
 
 
-def decoded_logits(checkpoint: Path, bundle: Path, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Export a checkpoint, decode a sequence; return logits (E, T, V) and router logits (J, T)."""
+def decoder_of(checkpoint: Path, bundle: Path) -> Engine:
+    """Export a checkpoint; return a decoder of the bundle in this process."""
     export_checkpoint(checkpoint, bundle)
     assert read_bundle(bundle).config.dtype == "float32"
-    engine = Engine.from_bundle(bundle)
+    return Engine.from_bundle(bundle)
+
+
+def decoded_logits(engine: Engine, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Decode a sequence; return logits (E, T, V) and router logits (J, T)."""
     state = engine.new_state(max_length=len(ids))
     engine.prefill(state, ids)
     model = engine.runner.model
@@ -105,6 +110,47 @@ def largest_deviations(got: Path, want: Path) -> dict[str, float]:
         ),
         "expected_depth": max(abs(a.expected_depth - b.expected_depth) for a, b in pairs),
     }
+
+
+class Validated(NamedTuple):
+    """What the trainer's last validation saw, of every sequence S of a run."""
+
+    ids_ST: Tensor
+    logits_SETV: Tensor
+    routers_SJT: Tensor
+
+
+def validated(run: Path, *, layout: str) -> Validated:
+    """Return what the ranks left of the last validation.
+
+    Args:
+        run: A folder that `layout_worker` trained in.
+        layout: How its ranks share the work: "fsdp" have sequences each, "tp" parts of the
+            vocabulary, "pp" stages, of which the last one has the head.
+    """
+    paths = sorted(run.glob("validated-*.pt"), key=lambda path: int(path.stem.split("-")[1]))
+    ranks = [_joined(**torch.load(path)) for path in paths if layout != "pp" or path == paths[-1]]
+    if layout != "tp":
+        return Validated(*map(torch.cat, zip(*ranks, strict=True)))
+    assert all(torch.equal(rank.routers_SJT, ranks[0].routers_SJT) for rank in ranks)
+    return ranks[0]._replace(logits_SETV=torch.cat([rank.logits_SETV for rank in ranks], dim=-1))
+
+
+def _joined(ids_BT: list[Tensor], logits_NCV: list[Tensor], routers_JBC: list[Tensor]) -> Validated:
+    """Join a rank's chunks to batches, and the batches."""
+    num_chunks = len(logits_NCV) // len(ids_BT)
+    logits, routers = [], []
+    for index, ids in enumerate(ids_BT):
+        chunks = slice(index * num_chunks, (index + 1) * num_chunks)
+        batch = torch.cat(logits_NCV[chunks], dim=1)
+        logits.append(batch.view(-1, *ids.shape, batch.shape[-1]).transpose(0, 1))
+        routers.append(torch.cat(routers_JBC[chunks], dim=2).transpose(0, 1))
+    return Validated(torch.cat(ids_BT), torch.cat(logits), torch.cat(routers))
+
+
+def rank_steps(run: Path) -> list[list[dict[str, float]]]:
+    """Return what each rank noted after its steps."""
+    return [json.loads(path.read_text()) for path in sorted(run.glob("steps-*.json"))]
 
 
 def rank_pieces(run: Path) -> list[dict[str, tuple[Tensor, bool]]]:
