@@ -203,9 +203,7 @@ def finish(run: Run, whole: Path) -> None:
     run.start()
     assert run.process is not None
     assert run.process.wait(300) == 0, run.log[-3000:]
-    assert [row.loss for row in rows_of(run.folder)] == [
-        row.loss for row in rows_of(whole / "run")
-    ]
+    assert [row.loss for row in rows_of(run.folder)] == [row.loss for row in rows_of(whole / "run")]
 
 
 def test_killed_twice_and_terminated_once_a_run_gives_the_same_curve(
