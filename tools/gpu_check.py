@@ -283,15 +283,15 @@ def print_report(console: Console, report: Report) -> None:
     print_table(
         console,
         f"Forced exits {', '.join(f'{share:g}' for share in SHARES)}, every router run",
-        ("shape", "mode", "ms/token", "of copy rate", "over dense", "limit", "kernels/token",
-         "graphs/token", "host reads/token", "captures, s", "graphs", "pool, MB"),
+        ("shape", "mode", "ms/token", "of copy rate", "over dense", "limit", "kernels a token",
+         "graphs a token", "host reads a token", "captures, s", "graphs", "pool, MB"),
         [speed_row(figures, index) for figures in report.shapes
          for index in range(len(figures.modes))],
     )  # fmt: skip
     print_table(
         console, "Where it loses: a share of the tokens leaves at the first exit",
         ("shape", "batch", "leave", "dense, ms", "N-vium, ms", "over dense", "limit",
-         "host reads/token", "stated cost"),
+         "host reads a token", "stated cost"),
         [rate_row(row) for row in report.rates],
     )  # fmt: skip
     if report.memory is not None:

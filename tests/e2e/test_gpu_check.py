@@ -83,7 +83,13 @@ def test_dry_run_measures_dense_and_both_modes_of_every_shape(report: dict[str, 
         # A script with shares .35/.2/.15/.3 asks 1 + .65 + .45 routers, and then reads the token.
         assert blocks["launches"]["host_reads"] > 2.5
         assert 1 <= tokens["launches"]["host_reads"] < 1.5
-    for text in ("over dense", "limit", "kernels/token", "A dry run", "every check that ran"):
+    for text in (
+        "Exactness",
+        "Forced exits",
+        "Where it loses",
+        "A dry run",
+        "every check that ran",
+    ):
         assert text in report["stdout"]
 
 
