@@ -22,6 +22,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from nvium_titan.core.objective import TokenTerms
+from nvium_titan.data.shards import replacing
 from nvium_titan.exit_plan import ExitPlan
 from nvium_titan.flops import ModelDims, limit_speedup
 
@@ -144,9 +145,8 @@ class NviumMetricsProcessor(MetricsProcessor):
             if row["step"] <= step and not is_again:
                 kept.append(line)
         # The process may be killed at any time: the file is the old one or the new one.
-        rewritten = self.path.with_suffix(".jsonl.tmp")
-        rewritten.write_text("".join(f"{line}\n" for line in kept))
-        rewritten.replace(self.path)
+        with replacing(self.path) as file:
+            file.writelines(f"{line}\n".encode() for line in kept)
 
     def log(
         self,

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -384,7 +384,7 @@ def count_launches(system: EngineSystem, prompt: Sequence[int], *, num_tokens: i
     next(generation)
     before = copy.copy(counters)
     events: Counter[str] = Counter()
-    with _profiled(events) if is_cuda else _nothing():
+    with _profiled(events) if is_cuda else nullcontext():
         for _ in range(num_tokens):
             next(generation)
     skipped = (counters.declined_tokens - before.declined_tokens) + (
@@ -411,11 +411,6 @@ def _profiled(events: Counter[str]) -> Iterator[None]:
             events[event.name] += 1
         elif not event.name.startswith(("Memcpy", "Memset")):
             events["kernels"] += 1
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 # --- speed ----------------------------------------------------------------------------------------

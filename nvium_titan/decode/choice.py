@@ -66,7 +66,6 @@ def choose_next(
     elif policy.router_temperature is not None and _needs_mixture(sampling):
         chosen = yield from _blend(params, state, noise, sampling, policy.router_temperature)
     else:
-        is_whole = is_whole and not with_log_probs
         chosen = yield from _draw(
             params, state, noise, sampling, policy, with_log_probs=with_log_probs, is_whole=is_whole
         )
@@ -127,7 +126,7 @@ def _draw(
     asks_router = policy.reads_router or with_log_probs
     uniforms = [noise.uniform(position, index) if asks_router else 0.5 for index in range(last)]
     thresholds = None
-    if is_whole:
+    if is_whole and not with_log_probs:
         thresholds = exit_thresholds(policy, position=position, uniforms=uniforms)
     if thresholds is not None:
         draw = noise.plan(position, sampling)

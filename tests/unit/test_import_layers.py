@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "nvium_titan"
 DECODE_WORLD = sorted(
     [
         *(PACKAGE / "core").glob("*.py"),
-        *(PACKAGE / "decode").glob("*.py"),
+        *(PACKAGE / "decode").rglob("*.py"),
         *(PACKAGE / name for name in ("bundle.py", "errors.py", "exit_plan.py", "tokenizer.py")),
     ]
 )

@@ -116,18 +116,20 @@ class TritonJunction:
     def __call__(self, states_SD: Tensor, position_1: Tensor, threshold: Tensor) -> JunctionResult:
         """See `Junction`."""
         # Triton is there only with torch's CUDA builds.
+        import triton
+
         from nvium_titan.decode.graph import triton_kernels as kernels
 
         rank, width = self._fc1_RD.shape
         dtype, device = self._leave_D.dtype, states_SD.device
-        block_width, block_rank = kernels.power_of_2(width), kernels.power_of_2(rank)
-        num_parts = kernels.ceil_div(width, _ROWS_PER_PROGRAM)
+        block_width, block_rank = triton.next_power_of_2(width), triton.next_power_of_2(rank)
+        num_parts = triton.cdiv(width, _ROWS_PER_PROGRAM)
         n_1D = torch.empty_like(states_SD[:1])
         hidden_R = torch.empty(rank, dtype=dtype, device=device)
         parts_2B = torch.empty(2, num_parts, dtype=dtype, device=device)
         router_logit_1 = torch.empty(1, dtype=dtype, device=device)
         leaves, goes_on = torch.empty(2, dtype=torch.bool, device=device).unbind()
-        kernels.norm_and_first_layer[kernels.ceil_div(rank, _ROWS_PER_PROGRAM),](
+        kernels.norm_and_first_layer[triton.cdiv(rank, _ROWS_PER_PROGRAM),](
             states_SD, position_1, self._gain_D, self._fc1_RD, self._fc1_bias_R, n_1D, hidden_R,
             WIDTH=width, RANK=rank, EPS=self._eps,
             BLOCK_WIDTH=block_width, ROWS=_ROWS_PER_PROGRAM,
@@ -139,7 +141,7 @@ class TritonJunction:
         kernels.decide[1,](
             parts_2B, self._leave_bias_1, threshold, router_logit_1, leaves, goes_on,
             WIDTH=width, EPS=self._eps, NUM_PARTS=num_parts,
-            BLOCK_PARTS=kernels.power_of_2(num_parts),
+            BLOCK_PARTS=triton.next_power_of_2(num_parts),
         )  # fmt: skip
         return JunctionResult(n_1D, router_logit_1, leaves, goes_on)
 
@@ -176,10 +178,12 @@ def draw_in_triton(logits_V: Tensor, key_1: Tensor, temperature_1: Tensor) -> Te
     difference to the largest of all is taken off at the end. See `draw_token`.
     """
     # Triton is there only with torch's CUDA builds.
+    import triton
+
     from nvium_titan.decode.graph import triton_kernels as kernels
 
     num_tokens, device = len(logits_V), logits_V.device
-    num_blocks = kernels.ceil_div(num_tokens, _IDS_PER_PROGRAM)
+    num_blocks = triton.cdiv(num_tokens, _IDS_PER_PROGRAM)
     top_B, score_B = torch.empty(2, num_blocks, dtype=torch.float64, device=device).unbind()
     id_B = torch.empty(num_blocks, dtype=torch.int64, device=device)
     token_1 = torch.empty(1, dtype=torch.int64, device=device)
@@ -188,6 +192,6 @@ def draw_in_triton(logits_V: Tensor, key_1: Tensor, temperature_1: Tensor) -> Te
     )
     kernels.best_of_blocks[1,](
         top_B, score_B, id_B, temperature_1, token_1, num_tokens, num_blocks,
-        BLOCK=kernels.power_of_2(num_blocks),
+        BLOCK=triton.next_power_of_2(num_blocks),
     )  # fmt: skip
     return token_1

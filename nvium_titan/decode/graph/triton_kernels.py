@@ -14,16 +14,6 @@ _MIX_1 = tl.constexpr(sampling._MIX_1)
 _MIX_2 = tl.constexpr(sampling._MIX_2)
 
 
-def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up."""
-    return -(-a // b)
-
-
-def power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
 @triton.jit
 def norm_and_first_layer(
     states_ptr, position_ptr, gain_ptr, weight_ptr, bias_ptr, n_ptr, hidden_ptr,

@@ -70,51 +70,41 @@ typedef struct {
 // `kind`, `panels` and `rows` are constants, so that the sums stay in registers.
 INLINE void add_tile(int kind, int panels, int rows, const void *act, long stride,
                      const char *weights, long panel_bytes, int from, int to, float *sum) {
-    if (kind == INT8) {
-        ints low[PANELS][TILE], high[PANELS][TILE];
-        for (int p = 0; p < panels; p++)
-            for (int r = 0; r < rows; r++) {
-                memcpy(&low[p][r], sum + r * STRIP + p * PANEL, 32);
-                memcpy(&high[p][r], sum + r * STRIP + p * PANEL + HALF, 32);
-            }
-        for (int i = from / 2; i < (to + 1) / 2; i++)
-            for (int p = 0; p < panels; p++) {
-                const int8_t *w = (const int8_t *)weights + p * panel_bytes + i * 2L * PANEL;
-                if (panels == 1) __builtin_prefetch(w + AHEAD);
-#ifdef __AVX2__
-                __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
-                __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + PANEL)));
-                for (int r = 0; r < rows; r++) {
-                    int32_t pair;
-                    memcpy(&pair, (const int16_t *)act + r * stride + 2 * i, 4);
-                    __m256i a = _mm256_set1_epi32(pair);
-                    low[p][r] += (ints)_mm256_madd_epi16(a, w0);
-                    high[p][r] += (ints)_mm256_madd_epi16(a, w1);
-                }
-#else
-                for (int r = 0; r < rows; r++) {
-                    const int16_t *a = (const int16_t *)act + r * stride + 2 * i;
-                    for (int o = 0; o < HALF; o++) {
-                        low[p][r][o] += a[0] * w[2 * o] + a[1] * w[2 * o + 1];
-                        high[p][r][o] += a[0] * w[PANEL + 2 * o] + a[1] * w[PANEL + 2 * o + 1];
-                    }
-                }
-#endif
-            }
-        for (int p = 0; p < panels; p++)
-            for (int r = 0; r < rows; r++) {
-                memcpy(sum + r * STRIP + p * PANEL, &low[p][r], 32);
-                memcpy(sum + r * STRIP + p * PANEL + HALF, &high[p][r], 32);
-            }
-        return;
-    }
+    // For int8 these are the bits of exact integers.
     floats low[PANELS][TILE], high[PANELS][TILE];
     for (int p = 0; p < panels; p++)
         for (int r = 0; r < rows; r++) {
             low[p][r] = *(const floats *)(sum + r * STRIP + p * PANEL);
             high[p][r] = *(const floats *)(sum + r * STRIP + p * PANEL + HALF);
         }
-    for (int i = from; i < to; i++)
+    for (int i = from / 2; kind == INT8 && i < (to + 1) / 2; i++)
+        for (int p = 0; p < panels; p++) {
+            const int8_t *w = (const int8_t *)weights + p * panel_bytes + i * 2L * PANEL;
+            if (panels == 1) __builtin_prefetch(w + AHEAD);
+#ifdef __AVX2__
+            __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
+            __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + PANEL)));
+            for (int r = 0; r < rows; r++) {
+                int32_t pair;
+                memcpy(&pair, (const int16_t *)act + r * stride + 2 * i, 4);
+                __m256i a = _mm256_set1_epi32(pair);
+                low[p][r] = (floats)((ints)low[p][r] + (ints)_mm256_madd_epi16(a, w0));
+                high[p][r] = (floats)((ints)high[p][r] + (ints)_mm256_madd_epi16(a, w1));
+            }
+#else
+            for (int r = 0; r < rows; r++) {
+                const int16_t *a = (const int16_t *)act + r * stride + 2 * i;
+                ints exact_low = (ints)low[p][r], exact_high = (ints)high[p][r];
+                for (int o = 0; o < HALF; o++) {
+                    exact_low[o] += a[0] * w[2 * o] + a[1] * w[2 * o + 1];
+                    exact_high[o] += a[0] * w[PANEL + 2 * o] + a[1] * w[PANEL + 2 * o + 1];
+                }
+                low[p][r] = (floats)exact_low;
+                high[p][r] = (floats)exact_high;
+            }
+#endif
+        }
+    for (int i = from; kind != INT8 && i < to; i++)
         for (int p = 0; p < panels; p++) {
             const char *w = weights + p * panel_bytes + (long)i * PANEL * (kind == FLOAT32 ? 4 : 2);
             if (panels == 1) __builtin_prefetch(w + AHEAD);
