@@ -22,8 +22,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from nvium_titan.core.objective import TokenTerms
-from nvium_titan.data.shards import replacing
 from nvium_titan.exit_plan import ExitPlan
+from nvium_titan.files import replacing
 from nvium_titan.flops import ModelDims, limit_speedup
 
 COLLAPSE_LIMIT = 0.95

@@ -33,18 +33,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from nvium_titan.bench.graphs import (
-    Exactness,
-    LoadedShape,
-    MemoryFigures,
-    RateFigures,
-    ShapeFigures,
-    Workload,
-    check_exactness,
-    copy_bandwidth,
-    graphs_of,
-    watch_memory,
-)
+from nvium_titan.bench.graphs.exactness import Exactness, check_exactness
+from nvium_titan.bench.graphs.memory import MemoryFigures, watch_memory
+from nvium_titan.bench.graphs.speed import LoadedShape, RateFigures, ShapeFigures, copy_bandwidth
+from nvium_titan.bench.graphs.workload import Workload, graphs_of
 from nvium_titan.bench.machine import peak_flops
 from nvium_titan.bench.models import BenchModel
 from nvium_titan.decode.graph.model import LAUNCHES_PER_TOKEN

@@ -19,7 +19,7 @@ from nvium_titan.bench.report import (
 )
 from nvium_titan.cli.common import shown
 
-_WIDTH = 112
+_WIDTH = 120
 
 
 def warn_if_busy(cpu: Cpu) -> None:
@@ -66,8 +66,8 @@ def _print_entry(entry: DtypeFigures, *, num_pairs_wanted: int) -> None:
     print(f"\n{entry.dtype}, {pairs}")
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("system", no_wrap=True)
-    for title in ("type", "ms/token", "quartiles", "first token ms", "total ms", "tokens/s"):
-        table.add_column(title, justify="right")
+    for title in ("type", "ms/token", "quartiles", "first\ntoken ms", "total ms", "tokens/s"):
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("N-vium is", justify="right", no_wrap=True)
     table.add_column("spread", justify="right", no_wrap=True)
     ratios = [None, (entry.ratio, entry.spread, entry.conclusive)]
@@ -81,8 +81,8 @@ def _print_entry(entry: DtypeFigures, *, num_pairs_wanted: int) -> None:
             f"{ms.median:.3g}",
             f"{ms.q1:.3g} - {ms.q3:.3g}",
             f"{system.ttft_ms:.3g}",
-            f"{system.total_ms:.4g}",
-            f"{system.tokens_per_s:.3g}",
+            _figure(system.total_ms),
+            _figure(system.tokens_per_s),
             *(("", "") if ratio is None else _speed(*ratio)),
             style="bold" if system.name == "N-vium" else None,
         )
@@ -121,6 +121,11 @@ def _speed(ratio: float, spread: float, is_conclusive: bool) -> tuple[str, str]:
     """Return the two cells of a ratio; a question mark stands where the pairs disagree."""
     word = "faster" if ratio >= 1 else "slower"
     return f"{ratio:.2f}x ({word})", f"{spread:.1%}" + ("" if is_conclusive else " ?")
+
+
+def _figure(value: float) -> str:
+    """Return a number with three digits or more, no exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _by_system(values: Mapping[str, float], unit: str) -> str:
@@ -177,7 +182,7 @@ def print_training(report: TrainReport) -> None:
     table.add_column("model", no_wrap=True)
     for title in (
         "parameters", "TFLOP", "ms/step", "quartiles", "tokens/s", "MFU", "time", "FLOPs",
-        "time/FLOPs", "spread",
+        "time/\nFLOPs", "spread",
     ):  # fmt: skip
         table.add_column(title, justify="right", no_wrap=True)
     for system, ratio in zip(report.systems, [None, *report.ratios], strict=True):
@@ -195,9 +200,9 @@ def print_training(report: TrainReport) -> None:
             system.name,
             f"{system.num_params / 1e6:.1f} M",
             f"{system.tflops:.3g}",
-            f"{ms.median:.4g}",
-            f"{ms.q1:.4g} - {ms.q3:.4g}",
-            f"{system.tokens_per_s:.4g}",
+            _figure(ms.median),
+            f"{_figure(ms.q1)} - {_figure(ms.q3)}",
+            _figure(system.tokens_per_s),
             "-" if system.mfu is None else f"{system.mfu:.1%}",
             *cells,
             style="bold" if system.name == "N-vium" else None,

@@ -38,11 +38,11 @@ from nvium_titan.data.shards import (
     is_prepared,
     parse_plan,
     read_manifest,
-    replacing,
     write_manifest,
     write_shard,
 )
 from nvium_titan.errors import DataError, StreamError
+from nvium_titan.files import replacing
 from nvium_titan.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

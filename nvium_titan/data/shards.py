@@ -21,14 +21,12 @@ import hashlib
 import itertools
 import json
 import mmap
-import os
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +34,7 @@ import numpy.typing as npt
 from nvium_titan.data.documents import Document, Rejected, split_of
 from nvium_titan.data.encoding import Encoder, Tokens, encode_document
 from nvium_titan.errors import DataError, TokenizerError
+from nvium_titan.files import replacing
 
 FORMAT = "nvium-shards-1"
 MANIFEST_FILE = "manifest.json"
@@ -314,17 +313,6 @@ def write_shard(
 def _index_start(num_tokens: int, width: int) -> int:
     """Return the first multiple of 8 behind the ids, where int64 may lie."""
     return -(-num_tokens * width // 8) * 8
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Give a file that takes the place of `path` once it is written and on the disk."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
 
 
 def is_prepared(paths: str | Sequence[str]) -> bool:

@@ -171,9 +171,13 @@ def test_ckp_05_async_saving_writes_what_sync_saving_writes(
 
 
 @pytest.mark.cases
-@pytest.mark.parametrize("tied", [False, True], ids=["exits-to-head", "all-to-embedding"])
+@pytest.mark.parametrize(
+    ("tied", "exit_layers"),
+    [(False, [1, 3]), (True, []), (True, [1, 3])],
+    ids=["exits-to-head", "head-to-embedding", "all-to-embedding"],
+)
 def test_ckp_06_tied_heads_resume(
-    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tied: bool, exit_layers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
     start = NviumTrainer._start
@@ -186,7 +190,11 @@ def test_ckp_06_tied_heads_resume(
 
     monkeypatch.setattr(NviumTrainer, "_start", spy)
     toml = write_toml(
-        tmp_path, training={"steps": 8}, checkpoint={"interval": 4}, model={"tie_embeddings": tied}
+        tmp_path,
+        training={"steps": 8},
+        checkpoint={"interval": 4},
+        model={"tie_embeddings": tied},
+        nvium={"exit_layers": exit_layers, "num_exits": 1 + len(exit_layers)},
     )
     assert train_here(toml) == 0
     whole = curve(tmp_path / "run")

@@ -129,7 +129,8 @@ def test_ext_05_exit_rates_batches_and_sizes_are_all_there(report: dict[str, Any
 
 
 def test_a_skipped_graph_and_another_number_of_launches_are_failures() -> None:
-    from nvium_titan.bench.graphs import Launches, ModeFigures, ShapeFigures
+    from nvium_titan.bench.graphs.launches import Launches
+    from nvium_titan.bench.graphs.speed import ModeFigures, ShapeFigures
     from nvium_titan.bench.statistics import quartiles
 
     def failures(**changes: float | None) -> list[str]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvium_titan.bench import graphs
-from nvium_titan.bench.graphs import Exactness, Workload, check_exactness, in_mode
+from nvium_titan.bench.graphs import launches, memory, speed
+from nvium_titan.bench.graphs.exactness import Exactness, check_exactness
+from nvium_titan.bench.graphs.workload import Workload, graphs_of, in_mode
 from nvium_titan.bench.models import BenchModel
 from nvium_titan.decode import Engine
 from nvium_titan.decode.graph import model as graph_model
@@ -82,15 +83,15 @@ def test_a_mode_is_a_view_that_leaves_the_engine_as_it_was() -> None:
     by_blocks = in_mode(engine, "blocks")
     assert engine.runner.runs_tokens
     assert not by_blocks.runner.runs_tokens
-    assert graphs.graphs_of(by_blocks).counters is graphs.graphs_of(engine).counters
+    assert graphs_of(by_blocks).counters is graphs_of(engine).counters
     assert in_mode(engine, "tokens") is engine
 
 
 def test_captures_are_timed_and_still_work() -> None:
     engine = graph_engine()
-    seconds = graphs._time_captures(engine)
+    seconds = speed._time_captures(engine)
     engine.generate([1, 2], max_new_tokens=5).result()
-    assert len(seconds) == graphs.graphs_of(engine).counters.captures > 0
+    assert len(seconds) == graphs_of(engine).counters.captures > 0
 
 
 def test_growing_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +102,8 @@ def test_growing_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for name, size in sizes.items():
         calls = iter(range(1, 100))
-        monkeypatch.setattr(graphs, "_memory_bytes", lambda _, s=size, c=calls: 1e6 * s(next(c)))
-        found[name] = graphs.watch_memory(
+        monkeypatch.setattr(memory, "_memory_bytes", lambda _, s=size, c=calls: 1e6 * s(next(c)))
+        found[name] = memory.watch_memory(
             bench_model(), num_requests=4, num_rounds=3, sample_every=1,
             work=Workload(prompt_tokens=2, new_tokens=3, num_pairs=1, seed=0),
         )  # fmt: skip
@@ -127,7 +128,7 @@ RULED_BY_NOBODY = {"router_logit": 0.0, "uniform": 0.5}
 def test_the_profiler_counts_calls_by_name() -> None:
     events: Counter[str] = Counter()
     a, b = torch.ones(3), torch.ones(3)
-    with graphs._profiled(events):
+    with launches._profiled(events):
         for _ in range(3):
             a.add_(b)
     assert events["aten::add_"] == 3
@@ -135,4 +136,4 @@ def test_the_profiler_counts_calls_by_name() -> None:
 
 
 def test_copies_have_a_rate() -> None:
-    assert graphs.copy_bandwidth(torch.device("cpu"), num_bytes=1 << 16) > 0
+    assert speed.copy_bandwidth(torch.device("cpu"), num_bytes=1 << 16) > 0

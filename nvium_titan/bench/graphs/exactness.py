@@ -1,0 +1,151 @@
+"""Decoding in graphs against separate operations: the same states, exits and tokens.
+
+Shapes: S positions, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nvium_titan.bench.graphs.workload import Mode, Workload, available_modes, in_mode
+from nvium_titan.bench.models import BenchModel
+from nvium_titan.decode import DecoderParams, Engine, ExitPolicy, Noise, SampledRouter
+from nvium_titan.decode.policy import exit_thresholds
+from nvium_titan.decode.runner import DecodeState
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Largest errors allowed, by type. States: of the largest value in a buffer. Decisions: in nats, by
+which a token or an exit may miss what separate operations would choose. Products of other shapes
+round differently, and bfloat16 has 8 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exactness:
+    """Graphs against separate operations, on one generation."""
+
+    mode: Mode
+    """How it was decoded."""
+    dtype: str
+    """Type computed in."""
+    exits: str
+    """Who decided: "forced" (a script) or "drawn" (the routers)."""
+    num_tokens: int
+    """New tokens."""
+    state_error: float
+    """Largest difference of a key, value or boundary state to those of a full forward pass, as a
+    fraction of the largest value in its buffer."""
+    decision_error: float
+    """By how much a token or an exit missed what a full forward pass would have chosen, nats; 0
+    where all are the same."""
+    tolerance: float
+    """Most that either may be."""
+    passed: bool
+    """Whether both are within it."""
+
+
+def check_exactness(
+    model: BenchModel, *, dtype: torch.dtype, work: Workload, shares: Sequence[float]
+) -> list[Exactness]:
+    """Decode in every mode, forced and routed, and compare with separate operations.
+
+    Args:
+        model: A small one.
+        dtype: Type to compute in.
+        work: The number of pairs does not matter.
+        shares: Of the exits, where they are forced.
+    """
+    params = DecoderParams.from_tensors(model.config, model.load_tensors(dtype))
+    reference = Engine(params, max_seq_len=work.max_seq_len, kernels="torch")
+    engine = Engine(params, max_seq_len=work.max_seq_len, kernels="graph")
+    policies = {"forced": work.policies(shares)[0], "drawn": SampledRouter()}
+    return [
+        _exactness(in_mode(engine, mode), reference, mode=mode, exits=exits, work=work, policy=p)
+        for mode in available_modes(engine)
+        for exits, p in policies.items()
+    ]
+
+
+@torch.inference_mode()
+def _exactness(
+    engine: Engine,
+    reference: Engine,
+    *,
+    mode: Mode,
+    exits: str,
+    work: Workload,
+    policy: ExitPolicy,
+) -> Exactness:
+    dtype = engine.params.dtype
+    prompt = work.prompts(engine.params.num_tokens)[0]
+    state = engine.new_state()
+    result = engine.generate(
+        prompt, max_new_tokens=work.new_tokens, policy=policy, seed=work.seed, state=state
+    ).result()
+    engine.flush(state)
+    full = reference.new_state()
+    reference.prefill(full, [*prompt, *result.token_ids[:-1]])
+    state_error = max(
+        _difference(found[..., : full.length, :], expected[..., : full.length, :])
+        for found, expected in (
+            (state.buffers.kv_LGSH, full.buffers.kv_LGSH),
+            *zip(state.buffers.boundary_SD, full.buffers.boundary_SD, strict=True),
+        )
+    )
+    state.close()
+    decision_error = max(
+        _decision_error(reference, full, policy, work.seed, index + len(prompt), *chosen)
+        for index, chosen in enumerate(zip(result.exit_indices, result.token_ids, strict=True))
+    )
+    tolerance = TOLERANCES[dtype]
+    return Exactness(
+        mode=mode,
+        dtype=str(dtype).removeprefix("torch."),
+        exits=exits,
+        num_tokens=len(result.token_ids),
+        state_error=state_error,
+        decision_error=decision_error,
+        tolerance=tolerance,
+        passed=max(state_error, decision_error) <= tolerance,
+    )
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference over the largest value; infinite where something is NaN."""
+    error = float((found - expected).abs().max() / expected.abs().max())
+    return error if error == error else float("inf")
+
+
+def _decision_error(
+    reference: Engine,
+    full: DecodeState,
+    policy: ExitPolicy,
+    seed: int,
+    position: int,
+    exit_index: int,
+    token_id: int,
+) -> float:
+    """Return by how much exit and token of a position miss what the full pass says, nats."""
+    params, model = reference.params, reference.runner.model
+    noise = Noise(seed, vocab_size=params.num_tokens, device=params.device)
+    num_junctions = reference.num_exits - 1
+    thresholds = exit_thresholds(
+        policy,
+        position=position,
+        uniforms=[noise.uniform(position, index) for index in range(num_junctions)],
+    )
+    assert thresholds is not None, "a policy of ours"
+    error = 0.0
+    for index in range(exit_index + 1):
+        n_1D = model.exit_norm(index, full.buffers.boundary_SD[index + 1][position - 1 :][:1])
+        if index == num_junctions:
+            break
+        beyond = float(model.router_logit(index, n_1D)) - thresholds[index]
+        error = max(error, -beyond if index == exit_index else beyond)
+    logits_V = model.logits(model.exit_state(exit_index, n_1D))[0, : params.num_tokens]
+    scores_V = logits_V.double() + noise.gumbel(position)
+    missed = float(scores_V.max() - scores_V[token_id])
+    return max(error, missed) if missed == missed else float("inf")
