@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ def choose_next(
     policy: ExitPolicy,
     with_log_probs: bool,
     is_whole: bool,
+    will_feed: bool,
 ) -> Generator[Need, Any, GeneratedToken]:
     """Return the token that follows the last one fed; yields needs, each to be answered.
 
@@ -60,6 +62,8 @@ def choose_next(
         policy: Who decides at junctions.
         with_log_probs: Also return log p_k and log pi_k; asks routers that the policy ignores.
         is_whole: Ask for a token as a whole where the law allows it.
+        will_feed: The token drawn will be fed next and continued in the same way, so that the model
+            may begin with that.
     """
     if policy.router_temperature is not None and sampling.temperature == 0:
         chosen = yield from _certify(params, state, policy.router_temperature)
@@ -67,8 +71,9 @@ def choose_next(
         chosen = yield from _blend(params, state, noise, sampling, policy.router_temperature)
     else:
         chosen = yield from _draw(
-            params, state, noise, sampling, policy, with_log_probs=with_log_probs, is_whole=is_whole
-        )
+            params, state, noise, sampling, policy,
+            with_log_probs=with_log_probs, is_whole=is_whole, will_feed=will_feed,
+        )  # fmt: skip
     state.stats.host_reads += 1
     log_exit = log_prob = None
     if with_log_probs:
@@ -116,6 +121,7 @@ def _draw(
     *,
     with_log_probs: bool,
     is_whole: bool,
+    will_feed: bool,
 ) -> Generator[Need, Any, Chosen]:
     """Leave where the policy says, sample that exit.
 
@@ -123,20 +129,21 @@ def _draw(
     pi_mix, whatever the exit.
     """
     position, last = state.length, len(params.config.exit_layers)
-    asks_router = policy.reads_router or with_log_probs
-    uniforms = [noise.uniform(position, index) if asks_router else 0.5 for index in range(last)]
-    thresholds = None
+    need = None
     if is_whole and not with_log_probs:
-        thresholds = exit_thresholds(policy, position=position, uniforms=uniforms)
-    if thresholds is not None:
-        draw = noise.plan(position, sampling)
-        run: TokenRun | None = yield NeedToken(thresholds, policy.reads_router, draw)
+        need = _need_token(position, last, noise, sampling, policy)
+    if need is not None:
+        if will_feed and need.draw is not None:
+            following = partial(_need_token, position + 1, last, noise, sampling, policy)
+            need = need._replace(following=following)
+        run: TokenRun | None = yield need
         if run is not None:
             token_id = run.token_id
             if token_id is None:
                 logits_V = run.logits_V[: params.num_tokens]
                 token_id = noise.draw(logits_V, position=position, sampling=sampling)
             return Chosen(token_id, run.exit_index, math.nan, run.logits_V.unsqueeze(0))
+    asks_router = policy.reads_router or with_log_probs
     log_arrive = log_exit = 0.0
     for exit_index in range(last + 1):
         router_logit: float = yield NeedBlock(exit_index, asks_router and exit_index < last)
@@ -145,7 +152,7 @@ def _draw(
             break
         uniform = math.nan
         if asks_router:
-            uniform = uniforms[exit_index]
+            uniform = noise.uniform(position, exit_index)
             log_exit = log_arrive + log_sigmoid(router_logit)
             log_arrive += log_sigmoid(-router_logit)
         if policy.leaves(exit_index, position=position, router_logit=router_logit, uniform=uniform):
@@ -154,6 +161,19 @@ def _draw(
     logits_V = logits_1V[0, : params.num_tokens]
     token_id = noise.draw(logits_V, position=position, sampling=sampling)
     return Chosen(token_id, exit_index, log_exit, logits_1V)
+
+
+def _need_token(
+    position: int, num_junctions: int, noise: Noise, sampling: SamplingParams, policy: ExitPolicy
+) -> NeedToken | None:
+    """Return what the token at a position needs as a whole, None under a policy not our own."""
+    uniforms = [0.5] * num_junctions
+    if policy.reads_router:
+        uniforms = [noise.uniform(position, index) for index in range(num_junctions)]
+    thresholds = exit_thresholds(policy, position=position, uniforms=uniforms)
+    if thresholds is None:
+        return None
+    return NeedToken(thresholds, policy.reads_router, noise.plan(position, sampling))
 
 
 def is_decided(partial_V: Tensor, rest: Tensor | float, *, margin: float) -> Tensor:

@@ -200,6 +200,7 @@ class Engine:
             policy=policy,
             with_log_probs=with_log_probs,
             is_whole=self.runner.runs_tokens,
+            will_feed=False,
         )
         return self.runner.serve(state, choice)
 

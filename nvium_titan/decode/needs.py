@@ -6,6 +6,7 @@ other sequences. Served at once, that is decoding one sequence; gathered, it is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from nvium_titan.decode.sampling import Draw
@@ -39,6 +40,9 @@ class NeedToken(NamedTuple):
     """Whether the routers are run."""
     draw: Draw | None
     """How the token is drawn from the logits of its exit; None leaves that to the asker."""
+    following: Callable[[], NeedToken | None] | None = None
+    """What the next token will need, if the one drawn here is fed: a model may begin with it before
+    it knows this one. None if that is not known, or not wanted."""
 
 
 Need = NeedToken | NeedBlock | NeedLogits

@@ -143,6 +143,7 @@ class RequestRun:
             sampler=self._runner.model.sampler,
         )
         stop_ids = frozenset(request.stop_ids)
+        looks_ahead = self._runner.looks_ahead and self._max_owed is None
         while True:
             token = yield from choose_next(
                 params,
@@ -152,6 +153,7 @@ class RequestRun:
                 policy=request.policy,
                 with_log_probs=request.with_log_probs,
                 is_whole=self._is_whole,
+                will_feed=looks_ahead and len(self.tokens) + 1 < self._num_new,
             )
             if self._max_owed is not None and state.counts.num_deferred >= self._max_owed:
                 for block_index in range(self._runner.num_exits):

@@ -299,6 +299,136 @@ def test_a_batch_gives_the_single_runs_in_counted_operations() -> None:
         assert result.token_ids == single.token_ids
 
 
+# --- the token behind, launched before this one is read -------------------------------------------
+
+
+def looking_back(engine: Engine) -> Engine:
+    engine.runner.looks_ahead = False
+    return engine
+
+
+@pytest.mark.parametrize("pattern", exit_scripts(3, 51))
+def test_every_exit_pattern_is_exact_without_looking_ahead(pattern: str) -> None:
+    policy = ScriptedExits(exit_indices=exit_scripts(3, 51)[pattern], first_position=5)
+    engines = looking_back(make()), make(), make(kernels="torch")
+    results = [
+        each.generate([1, 2, 3, 4, 5], max_new_tokens=51, policy=policy, seed=3).result()
+        for each in engines
+    ]
+    assert_same(results[0], results[2])
+    assert_same(results[1], results[2])
+    assert [r.stats.host_reads for r in results[:2]] == [results[0].stats.host_reads] * 2
+    counters = model_of(engines[1]).counters
+    assert counters.replays == model_of(engines[0]).counters.replays
+    assert counters.unused_tokens == 0, "no token behind the last one"
+
+
+def test_the_next_token_is_launched_before_this_one_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    replay, wait = capture._FakeGraph.replay, capture._FakeFetch.wait
+
+    def noted_replay(graph: capture._FakeGraph) -> None:
+        events.append("launch")
+        replay(graph)
+
+    def noted_wait(fetch: capture._FakeFetch) -> list[int]:
+        events.append("read")
+        return wait(fetch)
+
+    monkeypatch.setattr(capture._FakeGraph, "replay", noted_replay)
+    monkeypatch.setattr(capture._FakeFetch, "wait", noted_wait)
+    for engine, expected in (
+        (make(), ["launch", *["launch", "read"] * 4, "read"]),
+        (looking_back(make()), ["launch", "read"] * 5),
+    ):
+        generation = engine.generate([1, 2, 3], max_new_tokens=6, seed=2)
+        next(generation)  # in pieces: its rows have run with the prompt
+        events.clear()
+        generation.result()
+        assert events == expected
+
+
+@pytest.mark.parametrize("seed", [1, 9], ids=["same-seed", "other-seed"])
+@pytest.mark.parametrize("lazy_prefill", [False, True])
+def test_a_turn_of_one_token_after_a_stop(seed: int, lazy_prefill: bool) -> None:
+    """The token behind the stop has run; what it left must not be seen."""
+    taken = []
+    for engine in (make(), make(kernels="torch")):
+        state = engine.new_state()
+        first = engine.generate([1, 2, 3], max_new_tokens=30, seed=1, state=state)
+        drawn = list(itertools.islice(first, 7))
+        first.stop()
+        again = engine.generate(
+            [drawn[-1].token_id], max_new_tokens=20, seed=seed, state=state,
+            lazy_prefill=lazy_prefill,
+        )  # fmt: skip
+        taken.append([*drawn, *again])
+        assert_cache_equals(CONFIG, lively_tensors(CONFIG), state, tolerance=TOLERANCE)
+        if engine.runner.runs_tokens:
+            assert model_of(engine).counters.unused_tokens == 1
+    assert taken[0] == taken[1]
+
+
+def test_the_same_length_after_another_text_takes_no_old_token() -> None:
+    engine, eager = make(), make(kernels="torch")
+    state = engine.new_state()
+    first = engine.generate([1, 2, 3], max_new_tokens=30, seed=1, state=state)
+    drawn = list(itertools.islice(first, 4))
+    first.stop()
+    state.clear()
+    # As many tokens as had been fed, then the token that was drawn last, by the same seed.
+    prompt = [9, 8, 7, 6, 5, drawn[-1].token_id]
+    assert len(prompt) == drawn[-1].position
+    result = engine.generate(prompt, max_new_tokens=20, seed=1, state=state).result()
+    assert_same(result, eager.generate(prompt, max_new_tokens=20, seed=1).result())
+
+
+@pytest.mark.parametrize("num_launched", range(4, 24, 3))
+def test_a_failure_in_the_token_behind_leaves_a_sequence_that_goes_on(
+    num_launched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay, calls = capture._FakeGraph.replay, itertools.count()
+
+    def fail(graph: capture._FakeGraph) -> None:
+        if next(calls) < num_launched:
+            replay(graph)
+            return
+        for step in graph._steps[: len(graph._steps) // 2]:
+            step.run()
+        raise RuntimeError("the device is gone")
+
+    engine = make()
+    state, noise = engine.new_state(), Noise(6, vocab_size=40)
+    with monkeypatch.context() as patch:
+        patch.setattr(capture._FakeGraph, "replay", fail)
+        with pytest.raises(RuntimeError, match="device is gone"):
+            engine.generate([1, 2, 3], max_new_tokens=30, seed=6, state=state).result()
+    eager = make(kernels="torch").generate([1, 2, 3], max_new_tokens=30, seed=6)
+    expected = list(eager)
+    assert state.token_ids == [1, 2, 3, *(token.token_id for token in expected)][: state.length]
+    position = state.length - 3
+    for before, token in zip([None, *expected[position:]], expected[position:], strict=False):
+        if before is None:
+            assert engine.choose(state, noise=noise) == token
+        else:
+            assert engine.step(state, before.token_id, noise=noise) == token
+    assert_cache_equals(CONFIG, lively_tensors(CONFIG), state, tolerance=TOLERANCE)
+
+
+def test_paying_what_is_owed_at_a_limit_does_not_look_ahead() -> None:
+    results = []
+    for kernels in ("graph", "torch"):
+        engine = make(kernels=kernels, max_owed=5)
+        results.append(
+            engine.generate([1, 2, 3], max_new_tokens=40, policy=POLICIES["long-owed"]).result()
+        )
+        if kernels == "graph":
+            assert model_of(engine).counters.unused_tokens == 0
+    assert_same(*results)
+
+
 # --- what is captured, launched and kept ----------------------------------------------------------
 
 
@@ -411,7 +541,8 @@ def test_dec_15_every_token_is_three_launches() -> None:
     engine = make(max_seq_len=250)
     state = engine.new_state()
     policy = ScriptedExits(exit_indices=(0, 0, 2, 1, 0, 0, 0, 2))
-    generation = engine.generate([1, 2], max_new_tokens=200, policy=policy, state=state)
+    # At both ends of the count one token has been launched that is not read yet.
+    generation = engine.generate([1, 2], max_new_tokens=201, policy=policy, state=state)
     for _ in range(100):
         next(generation)
     counters = model_of(engine).counters

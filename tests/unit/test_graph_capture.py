@@ -34,7 +34,7 @@ def test_a_replay_computes_from_what_the_inputs_hold_now(graphs: FakeGraphs) -> 
     assert (graphs.counters.captures, graphs.counters.replays) == (1, 3)
 
 
-def test_a_capture_writes_nothing_that_was_there(graphs: FakeGraphs) -> None:
+def test_a_function_runs_once_before_its_capture_and_not_in_it(graphs: FakeGraphs) -> None:
     x_4, out_4 = X_4.clone(), torch.zeros(4)
 
     def function() -> None:
@@ -43,11 +43,11 @@ def test_a_capture_writes_nothing_that_was_there(graphs: FakeGraphs) -> None:
         out_4.index_fill_(0, torch.arange(2), 7.0)
 
     graph = graphs.capture(function)
-    assert torch.equal(x_4, X_4)
-    assert not out_4.any()
-    graph.replay()
     assert torch.equal(x_4, X_4 + 1)
     assert out_4.tolist() == [7, 7, 5, 6]
+    graph.replay()
+    assert torch.equal(x_4, X_4 + 2)
+    assert out_4.tolist() == [7, 7, 6, 7]
 
 
 def test_work_space_made_inside_is_made_again_by_every_replay(graphs: FakeGraphs) -> None:
@@ -125,12 +125,12 @@ def test_a_tensor_that_escapes_is_poisoned(graphs: FakeGraphs) -> None:
 
     def function() -> None:
         kept.append(X_4 * 2)
-        out_4.copy_(kept[0])
+        out_4.copy_(kept[-1])
 
     graph = graphs.capture(function, outputs=(out_4,))
     graph.replay()
     assert torch.equal(out_4, 2 * X_4)
-    assert kept[0].isnan().all()
+    assert kept[-1].isnan().all()
 
 
 def test_an_output_that_is_held_and_not_cloned_is_overwritten(graphs: FakeGraphs) -> None:
@@ -176,6 +176,28 @@ def test_branches_nest_and_follow_the_device(graphs: FakeGraphs) -> None:
         b.fill_(value_b)
         graph.replay()
         assert out_1.item() == expected
+
+
+def test_before_a_capture_every_branch_runs(graphs: FakeGraphs) -> None:
+    runs_2 = torch.zeros(2)
+    is_on_2 = torch.tensor([True, False])
+
+    def function() -> None:
+        for index in range(2):
+            graphs.branch(is_on_2[index], partial(runs_2[index : index + 1].add_, 1))
+
+    graph = graphs.capture(function)
+    assert runs_2.tolist() == [1, 1]
+    graph.replay()
+    assert runs_2.tolist() == [2, 1]
+
+
+def test_what_is_fetched_is_what_was_there_then(graphs: FakeGraphs) -> None:
+    x_2 = torch.tensor([1, 2])
+    fetch = graphs.fetch(x_2)
+    x_2 += 5
+    assert fetch.wait() == [1, 2]
+    assert (graphs.counters.copies, graphs.counters.host_reads) == (1, 1)
 
 
 def test_a_branch_needs_a_capture_and_one_bool(graphs: FakeGraphs) -> None:

@@ -46,6 +46,8 @@ class GraphCounters:
     """Copies to the static inputs and from the results, each a launch of its own."""
     host_reads: int = 0
     """Times the host waited for a result."""
+    unused_tokens: int = 0
+    """Tokens that were begun before the one before them was read, and then not wanted."""
     eager_calls: int = 0
     """Block calls in separate operations, because a batch or foreign buffers came."""
     declined_tokens: int = 0
@@ -75,7 +77,8 @@ class GraphBackend(Protocol):
         """Return `function` as a graph, which has not run yet.
 
         Args:
-            function: May be called more than once, on what the static inputs hold now.
+            function: Runs once before it is captured, on what the static inputs hold now, and with
+                every branch taken: what it must not leave behind is the caller's to put back.
             outputs: Static tensors that every replay writes completely.
 
         Raises:
@@ -93,8 +96,15 @@ class GraphBackend(Protocol):
     def send(self, host_I: Tensor, device_I: Tensor) -> None:
         """Copy to the device; `host_I` may be changed at once."""
 
-    def read(self, device_I: Tensor) -> list[int]:
-        """Return integers from the device: the one place where the host waits for it."""
+    def fetch(self, device_I: Tensor) -> Fetch:
+        """Begin to copy integers from the device, as they are behind what was launched so far."""
+
+
+class Fetch(Protocol):
+    """Integers on their way from the device."""
+
+    def wait(self) -> list[int]:
+        """Return them, once: the one place where the host waits for the device."""
 
 
 # --- CUDA -----------------------------------------------------------------------------------------
@@ -115,7 +125,6 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._capturing: torch.cuda.CUDAGraph | None = None
         self._outbox_I = torch.empty(0, dtype=torch.int64)
-        self._inbox_I = torch.empty(0, dtype=torch.int64)
         self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.why_no_branches = self._try_a_branch()
         self.counters = GraphCounters()
@@ -127,7 +136,7 @@ class CudaGraphs:
         return sum(segment["total_size"] for segment in segments)
 
     def capture(self, function: Callable[[], object], *, outputs: Sequence[Tensor] = ()) -> Graph:
-        """See `GraphBackend`. Runs the function once before, so that nothing compiles inside."""
+        """See `GraphBackend`. After the run before it, nothing compiles inside."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -164,22 +173,18 @@ class CudaGraphs:
     def send(self, host_I: Tensor, device_I: Tensor) -> None:
         """See `GraphBackend`. Waits only while the copy before this one is still on its way."""
         self._sent.synchronize()
-        if len(self._outbox_I) != len(host_I):
+        if len(self._outbox_I) < len(host_I):
             self._outbox_I = torch.empty_like(host_I, pin_memory=True)
-        self._outbox_I.copy_(host_I)
-        device_I.copy_(self._outbox_I, non_blocking=True)
+        outbox_I = self._outbox_I[: len(host_I)]
+        outbox_I.copy_(host_I)
+        device_I.copy_(outbox_I, non_blocking=True)
         self._sent.record(torch.cuda.current_stream(self._device))
         self.counters.copies += 1
 
-    def read(self, device_I: Tensor) -> list[int]:
+    def fetch(self, device_I: Tensor) -> Fetch:
         """See `GraphBackend`."""
-        if len(self._inbox_I) != len(device_I):
-            self._inbox_I = torch.empty(len(device_I), dtype=torch.int64, pin_memory=True)
-        self._inbox_I.copy_(device_I, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
         self.counters.copies += 1
-        self.counters.host_reads += 1
-        return self._inbox_I.tolist()
+        return _CudaFetch(device_I, self.counters)
 
     def _try_a_branch(self) -> str | None:
         """Return None if a graph with two branches does what it should, else why not."""
@@ -196,7 +201,7 @@ class CudaGraphs:
             graph = self.capture(function)
             runs_2.zero_()
             graph.replay()
-            runs = self.read(runs_2)
+            runs = self.fetch(runs_2).wait()
         except RuntimeError as error:
             return f"a trial IF node failed: {str(error).splitlines()[0]}"
         return None if runs == [1, 0] else f"a trial IF node ran its branches {runs} times"
@@ -212,6 +217,20 @@ class _CudaGraph:
         self._counters.replays += 1
 
 
+class _CudaFetch:
+    def __init__(self, device_I: Tensor, counters: GraphCounters) -> None:
+        self._inbox_I = torch.empty_like(device_I, device="cpu", pin_memory=True)
+        self._inbox_I.copy_(device_I, non_blocking=True)
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrived.record(torch.cuda.current_stream(device_I.device))
+        self._counters = counters
+
+    def wait(self) -> list[int]:
+        self._arrived.synchronize()
+        self._counters.host_reads += 1
+        return self._inbox_I.tolist()
+
+
 # --- fake -----------------------------------------------------------------------------------------
 
 
@@ -222,6 +241,7 @@ class FakeGraphs:
         self.counters = GraphCounters()
         self.why_no_branches: str | None = None
         self._tape: _Tape | None = None
+        self._is_before = False
         self._graphs: WeakSet[_FakeGraph] = WeakSet()
 
     @property
@@ -231,11 +251,16 @@ class FakeGraphs:
 
     @torch.inference_mode()
     def capture(self, function: Callable[[], object], *, outputs: Sequence[Tensor] = ()) -> Graph:
-        """See `GraphBackend`. As a real capture, it writes nothing that existed before.
+        """See `GraphBackend`. As the real one, it runs the function once before, in all branches.
 
         Raises:
             CaptureError: If a rule of the module is broken.
         """
+        self._is_before = True
+        try:
+            function()
+        finally:
+            self._is_before = False
         tape = self._tape = _Tape()
         try:
             with _NoHostReads(), tape:
@@ -261,13 +286,16 @@ class FakeGraphs:
             CaptureError: Outside a capture, or if `is_taken` is not one bool.
         """
         tape = self._tape
-        if tape is None:
+        if tape is None and not self._is_before:
             raise CaptureError("a branch exists only inside a capture")
         if is_taken.dtype != torch.bool or is_taken.dim() != 0:
             raise CaptureError(
                 f"a branch needs one bool of shape (), not {is_taken.dtype} of shape "
                 f"{tuple(is_taken.shape)}"
             )
+        if tape is None:
+            body()
+            return
         outer = tape.steps
         tape.steps = []
         try:
@@ -281,11 +309,20 @@ class FakeGraphs:
         device_I.copy_(host_I)
         self.counters.copies += 1
 
-    def read(self, device_I: Tensor) -> list[int]:
+    def fetch(self, device_I: Tensor) -> Fetch:
         """See `GraphBackend`."""
         self.counters.copies += 1
-        self.counters.host_reads += 1
-        return device_I.tolist()
+        return _FakeFetch(device_I.clone(), self.counters)
+
+
+class _FakeFetch:
+    def __init__(self, inbox_I: Tensor, counters: GraphCounters) -> None:
+        self._inbox_I = inbox_I
+        self._counters = counters
+
+    def wait(self) -> list[int]:
+        self._counters.host_reads += 1
+        return self._inbox_I.tolist()
 
 
 @dataclass(slots=True)

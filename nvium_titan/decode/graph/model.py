@@ -11,8 +11,13 @@
                 several exits). The host reads the router at every junction.
     a batch     torch operations one by one, as `DecoderModel` has them.
 
+The next token is launched before this one is read, where the asker says what it will need: the
+token drawn and the counts are on the device, and of the counts the host knows a bound, one row more
+than now, which is all that a bucket needs. So the device does not wait for the host. If the next
+token is not wanted after all, what it wrote is overwritten before it is read.
+
 A graph bakes addresses and Python numbers, so positions, thresholds, key and temperature are static
-inputs, and buffers come from a pool; graphs belong to a set of buffers.
+inputs, and buffers come from a pool; graphs and inputs belong to a set of buffers.
 
 Shapes: E exits, T rows, S slots, D width, G key/value heads, R query heads per key/value head,
 M = R T, H head width, N heads, P = H / 2 rotary pairs, V vocabulary, I inputs; 1 is one row.
@@ -23,7 +28,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -39,7 +45,7 @@ from nvium_titan.decode.deferred import (
     FilledCounts,
     bucket_rows,
 )
-from nvium_titan.decode.graph.capture import Graph, GraphBackend
+from nvium_titan.decode.graph.capture import Fetch, Graph, GraphBackend
 from nvium_titan.decode.graph.fused import build_junction, draw_token
 from nvium_titan.decode.kv_cache import BufferPool, SequenceBuffers, WorkSpace
 from nvium_titan.decode.model import DecoderModel, rope_table
@@ -107,7 +113,6 @@ class GraphModel:
         turns_SP = rope_table(config, num_slots=num_slots)
         rope_dtype = torch.float64 if params.dtype == torch.float64 else torch.float32
         self._rope_SP2 = torch.view_as_real(turns_SP).to(device, rope_dtype)
-        self._inputs = _StaticInputs(config.plan.num_exits, device)
         # What a token graph leaves: all of it is written anew by every replay.
         self._o_1D = torch.zeros(1, config.hidden_size, dtype=params.dtype, device=device)
         self._logits_V = torch.zeros(config.vocab_size, dtype=params.dtype, device=device)
@@ -131,6 +136,7 @@ class GraphModel:
             if graphs.embedded == (first, *token_ids):
                 return
             graphs.embedded = None
+            self._drop_ahead(graphs)
         self._eager.embed(buffers, token_ids, first=first)
 
     def run_block(self, block_index: int, groups: Sequence[Group]) -> None:
@@ -141,32 +147,72 @@ class GraphModel:
                 self.counters.eager_calls += 1
                 self._eager.run_block(block_index, groups)
                 return
-            self._inputs.firsts[block_index] = first
-            self._inputs.send(self.backend)
-            self._block_graph(buffers, block_index, rows).replay()
+            graphs = self._graphs_on(buffers)
+            self._drop_ahead(graphs)
+            graphs.inputs.filled[block_index] = first
+            graphs.inputs.send(self.backend)
+            self._block_graph(graphs, block_index, rows).replay()
 
     def _run_token(
         self, buffers: SequenceBuffers, counts: FilledCounts, need: NeedToken
     ) -> TokenRun | None:
-        """Run a token as one graph and read its exit and its token; see `TokenRunner`.
+        """Run a token as one graph, begin the next, read exit and token; see `TokenRunner`.
 
         One host read; a capture where the tuple of row counts is new. Declines a token whose rows
         have run (the first after a prompt), a run over the largest bucket, and foreign buffers.
         """
-        owed = [counts.length - filled for filled in counts.filled]
-        if owed[0] == 0 or owed[-1] > DECODE_BUCKETS[-1] or not self._owns(buffers):
-            self.counters.declined_tokens += 1
-            return None
-        rows = tuple(bucket_rows(num_rows, DECODE_BUCKETS) for num_rows in owed)
         with self._lock:
-            self._inputs.set_token(counts, need)
-            self._inputs.send(self.backend)
-            self._token_graph(buffers, rows).replay()
-            exit_index, token_id = self.backend.read(self._result_2)
+            graphs = self._graphs_on(buffers) if self._owns(buffers) else None
+            result = self._launch(graphs, counts, need) if graphs is not None else None
+            if graphs is None or result is None:
+                self.counters.declined_tokens += 1
+                return None
+            if need.following is not None:
+                graphs.ahead = self._launch_ahead(graphs, counts, need.following())
+            exit_index, token_id = result.wait()
             logits_V = self._logits_V if need.draw is not None else self._logits_V.clone()
         counts.filled[: exit_index + 1] = [counts.length] * (exit_index + 1)
-        self._graphs[buffers].embedded = (counts.length, token_id)
+        graphs.embedded = (counts.length, token_id)
         return TokenRun(exit_index, logits_V, token_id if need.draw is not None else None)
+
+    def _launch(self, graphs: _BufferGraphs, counts: FilledCounts, need: NeedToken) -> Fetch | None:
+        """Launch a token, if it does not run already; None if it cannot be one graph."""
+        ahead = graphs.ahead
+        if ahead is not None and ahead.is_for(counts, need):
+            graphs.ahead = None
+            return ahead.result
+        self._drop_ahead(graphs)
+        rows = _bucket_tuple([counts.length - filled for filled in counts.filled])
+        if rows is None:
+            return None
+        graphs.inputs.set_token(counts.length - 1, need)
+        graphs.inputs.filled[:] = counts.filled
+        graphs.inputs.send(self.backend)
+        self._token_graph(graphs, rows).replay()
+        return self.backend.fetch(self._result_2)
+
+    def _launch_ahead(
+        self, graphs: _BufferGraphs, counts: FilledCounts, need: NeedToken | None
+    ) -> _Ahead | None:
+        """Launch the token behind the one that runs; None if it cannot be one graph.
+
+        Of what the blocks will owe, one row more than now is the most: the first block owes exactly
+        one, and how far the others have come is on the device.
+        """
+        if need is None:
+            return None
+        rows = _bucket_tuple([1, *(counts.length + 1 - filled for filled in counts.filled[1:])])
+        if rows is None:
+            return None
+        graphs.inputs.set_token(counts.length, need)
+        graphs.inputs.send(self.backend, with_filled=False)
+        self._token_graph(graphs, rows).replay()
+        return _Ahead(counts.length + 1, need, self.backend.fetch(self._result_2))
+
+    def _drop_ahead(self, graphs: _BufferGraphs) -> None:
+        """Forget the token that was begun, since it is not the one that comes."""
+        self.counters.unused_tokens += graphs.ahead is not None
+        graphs.ahead = None
 
     # --- graphs ---------------------------------------------------------------------------------
 
@@ -178,26 +224,33 @@ class GraphModel:
     def _owns(self, buffers: SequenceBuffers) -> bool:
         return self.buffer_pool is not None and buffers in self.buffer_pool
 
-    def _block_graph(self, buffers: SequenceBuffers, block_index: int, rows: int) -> Graph:
-        graphs = self._graphs.setdefault(buffers, _BufferGraphs())
+    def _graphs_on(self, buffers: SequenceBuffers) -> _BufferGraphs:
+        graphs = self._graphs.get(buffers)
+        if graphs is None:
+            inputs = _StaticInputs(self.params.config.plan.num_exits, self.params.device)
+            graphs = self._graphs[buffers] = _BufferGraphs(buffers, inputs)
+        return graphs
+
+    def _block_graph(self, graphs: _BufferGraphs, block_index: int, rows: int) -> Graph:
         graph = graphs.blocks.get((block_index, rows))
         if graph is None:
-            function = partial(self._block, buffers, block_index, rows)
+            function = partial(self._block, graphs, block_index, rows)
             graph = graphs.blocks[block_index, rows] = self._capture(function)
         return graph
 
-    def _token_graph(self, buffers: SequenceBuffers, rows: tuple[int, ...]) -> Graph:
-        graphs = self._graphs.setdefault(buffers, _BufferGraphs()).tokens
-        graph = graphs.get(rows)
+    def _token_graph(self, graphs: _BufferGraphs, rows: tuple[int, ...]) -> Graph:
+        tokens = graphs.tokens
+        graph = tokens.get(rows)
         if graph is None:
-            if len(graphs) == self._max_token_graphs:
-                graphs.popitem(last=False)
+            if len(tokens) == self._max_token_graphs:
+                tokens.popitem(last=False)
                 self.counters.dropped += 1
-            graph = graphs[rows] = self._capture(
-                partial(self._token, buffers, rows),
-                outputs=(self._o_1D, self._logits_V, self._result_2),
-            )
-        graphs.move_to_end(rows)
+            with graphs.inputs.kept():
+                graph = tokens[rows] = self._capture(
+                    partial(self._token, graphs, rows),
+                    outputs=(self._o_1D, self._logits_V, self._result_2),
+                )
+        tokens.move_to_end(rows)
         return graph
 
     def _capture(self, function: Callable[[], object], *, outputs: Sequence[Tensor] = ()) -> Graph:
@@ -209,41 +262,44 @@ class GraphModel:
 
     # --- what is captured -----------------------------------------------------------------------
 
-    def _token(self, buffers: SequenceBuffers, rows: tuple[int, ...]) -> None:
+    def _token(self, graphs: _BufferGraphs, rows: tuple[int, ...]) -> None:
         """All of a token: where it leaves, the logits there, the draw, the next embedding."""
-        self._descend(buffers, rows, 0)
-        inputs = self._inputs
+        self._descend(graphs, rows, 0)
+        inputs = graphs.inputs
         self._logits_V.copy_(self.logits(self._o_1D)[0])
         logits_V = self._logits_V[: self.params.num_tokens]
         token_1 = draw_token(logits_V, inputs.key_1, inputs.temperature_1)
         self._result_2[1:].copy_(token_1)
-        buffers.boundary_SD[0].index_copy_(
+        graphs.buffers.boundary_SD[0].index_copy_(
             0, inputs.position_1 + 1, self.params.embedding_VD.index_select(0, token_1)
         )
 
-    def _descend(self, buffers: SequenceBuffers, rows: tuple[int, ...], block_index: int) -> None:
+    def _descend(self, graphs: _BufferGraphs, rows: tuple[int, ...], block_index: int) -> None:
         """Run a block, and those above it if the token goes on."""
-        self._block(buffers, block_index, rows[block_index])
-        states_SD, position_1 = buffers.boundary_SD[block_index + 1], self._inputs.position_1
+        self._block(graphs, block_index, rows[block_index])
+        states_SD = graphs.buffers.boundary_SD[block_index + 1]
+        position_1 = graphs.inputs.position_1
         if block_index + 1 == len(rows):
             h_1D = states_SD.index_select(0, position_1)
-            self._leave(block_index, self.exit_norm(block_index, h_1D))
+            self._leave(graphs, block_index, self.exit_norm(block_index, h_1D))
             return
         junction = self._junctions[block_index]
-        at_junction = junction(states_SD, position_1, self._inputs.thresholds[block_index])
-        leave = partial(self._leave, block_index, at_junction.n_1D)
-        go_on = partial(self._descend, buffers, rows, block_index + 1)
+        at_junction = junction(states_SD, position_1, graphs.inputs.thresholds[block_index])
+        leave = partial(self._leave, graphs, block_index, at_junction.n_1D)
+        go_on = partial(self._descend, graphs, rows, block_index + 1)
         self.backend.branch(at_junction.leaves, leave)
         self.backend.branch(at_junction.goes_on, go_on)
 
-    def _leave(self, exit_index: int, n_1D: Tensor) -> None:
+    def _leave(self, graphs: _BufferGraphs, exit_index: int, n_1D: Tensor) -> None:
         self._o_1D.copy_(self.exit_state(exit_index, n_1D))
         self._result_2[:1].fill_(exit_index)
+        graphs.inputs.filled_E[: exit_index + 1].copy_(graphs.inputs.position_1 + 1)
 
-    def _block(self, buffers: SequenceBuffers, block_index: int, rows: int) -> None:
-        """Run a block on rows first, first + 1, ...; their boundary states are in the buffers."""
+    def _block(self, graphs: _BufferGraphs, block_index: int, rows: int) -> None:
+        """Run a block on the first row owed and those behind; their boundary states are there."""
+        buffers, inputs = graphs.buffers, graphs.inputs
         config = self.params.config
-        positions_T = self._inputs.first_E[block_index] + self._slots_S[:rows]
+        positions_T = inputs.filled_E[block_index] + self._slots_S[:rows]
         x_TD = buffers.boundary_SD[block_index].index_select(0, positions_T)
         rope_TP2 = self._rope_SP2.index_select(0, positions_T)
         visible_TS = self._slots_S <= positions_T.unsqueeze(1)
@@ -264,52 +320,88 @@ class GraphModel:
         buffers.boundary_SD[block_index + 1].index_copy_(0, positions_T, x_TD)
 
 
-class _BufferGraphs:
-    """The graphs that were captured on one set of buffers."""
+class _Ahead(NamedTuple):
+    """A token that was launched before the one before it was read."""
 
-    def __init__(self) -> None:
+    length: int
+    """Tokens fed, its own included."""
+    need: NeedToken
+    """What it was launched for."""
+    result: Fetch
+    """Its exit and its token."""
+
+    def is_for(self, counts: FilledCounts, need: NeedToken) -> bool:
+        """Return whether it is the token that is wanted now, on what was fed."""
+        wanted = (counts.length, need.thresholds, need.draw)
+        return (self.length, self.need.thresholds, self.need.draw) == wanted
+
+
+class _BufferGraphs:
+    """The graphs that were captured on one set of buffers, with what they read and left last."""
+
+    def __init__(self, buffers: SequenceBuffers, inputs: _StaticInputs) -> None:
+        self.buffers = buffers
+        self.inputs = inputs
         self.blocks: dict[tuple[int, int], Graph] = {}
         self.tokens: OrderedDict[tuple[int, ...], Graph] = OrderedDict()
         self.embedded: tuple[int, ...] | None = None
         """Position and token that the last graph wrote the embedding of."""
+        self.ahead: _Ahead | None = None
+        """The token behind the last one read; dropped where anything else is fed or run."""
 
 
 class _StaticInputs:
     """The numbers that differ from launch to launch: one array on the host, one on the device."""
 
     def __init__(self, num_exits: int, device: torch.device) -> None:
-        host_I = torch.zeros(2 + num_exits + 1 + num_exits - 1, dtype=torch.int64)
+        num_sent = 3 + num_exits - 1
+        host_I = torch.zeros(num_sent + num_exits, dtype=torch.int64)
         device_I = torch.zeros_like(host_I, device=device)
-        self._host_I, self._device_I = host_I, device_I
+        self._host_I, self._device_I, self._num_sent = host_I, device_I, num_sent
         integers = host_I.numpy()
         floats = integers.view(np.float64)
-        bounds = (1, 2, 2 + num_exits, 3 + num_exits)
-        self.position, self.key, self.firsts, _, _ = np.split(integers, bounds)
-        _, _, _, self.temperature, self.threshold_list = np.split(floats, bounds)
+        self._position, self._key = integers[:1], integers[1:2]
+        self._temperature, self._thresholds = floats[2:3], floats[3:num_sent]
+        self.filled = integers[num_sent:]
+        """`FilledCounts.filled`, where a launch gives it."""
         device_F = device_I.view(torch.float64)
         self.position_1 = device_I[:1]
         """Position of the last token fed."""
         self.key_1 = device_I[1:2]
         """`Draw.key`, as int64."""
-        self.first_E = device_I[2 : 2 + num_exits]
-        """Position of the first row of each block."""
-        self.temperature_1 = device_F[2 + num_exits : 3 + num_exits]
+        self.temperature_1 = device_F[2:3]
         """`Draw.temperature`."""
-        self.thresholds = device_F[3 + num_exits :]
+        self.thresholds = device_F[3:num_sent]
         """`NeedToken.thresholds`."""
+        self.filled_E = device_I[num_sent:]
+        """Position of the first row of each block; a token graph leaves what is right after it."""
 
-    def set_token(self, counts: FilledCounts, need: NeedToken) -> None:
-        """Fill in what a token graph reads."""
+    def set_token(self, position: int, need: NeedToken) -> None:
+        """Fill in what a token graph reads but the counts; the token fed last is at `position`."""
         draw = need.draw or _NO_DRAW
-        self.position[0] = counts.length - 1
-        self.key[0] = np.uint64(draw.key).astype(np.int64)
-        self.firsts[:] = counts.filled
-        self.temperature[0] = draw.temperature
-        self.threshold_list[:] = need.thresholds
+        self._position[0] = position
+        self._key[0] = np.uint64(draw.key).astype(np.int64)
+        self._temperature[0] = draw.temperature
+        self._thresholds[:] = need.thresholds
 
-    def send(self, backend: GraphBackend) -> None:
-        """Copy all of it to the device."""
-        backend.send(self._host_I, self._device_I)
+    def send(self, backend: GraphBackend, *, with_filled: bool = True) -> None:
+        """Copy to the device: all of it, or all but the counts, which a token graph has left."""
+        num_sent = len(self._host_I) if with_filled else self._num_sent
+        backend.send(self._host_I[:num_sent], self._device_I[:num_sent])
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put back what the device holds: before a capture a function runs in all branches."""
+        device_I = self._device_I.clone()
+        yield
+        self._device_I.copy_(device_I)
+
+
+def _bucket_tuple(owed: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the rows of each block in a token graph; None where there is none."""
+    if owed[0] == 0 or owed[-1] > DECODE_BUCKETS[-1]:
+        return None
+    return tuple(bucket_rows(num_rows, DECODE_BUCKETS) for num_rows in owed)
 
 
 class _LayerWeights(NamedTuple):
