@@ -37,7 +37,7 @@ def graph_engine() -> Engine:
 def test_every_mode_is_exact() -> None:
     rows = check()
     assert [(row.mode, row.exits, row.num_tokens) for row in rows] == [
-        (mode, exits, 11) for mode in ("blocks", "tokens") for exits in ("forced", "drawn")
+        (mode, exits, 11) for mode in ("blocks", "tokens", "ahead") for exits in ("forced", "drawn")
     ]
     assert all(row.passed for row in rows)
 
@@ -47,7 +47,7 @@ def test_a_wrong_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return logits_V.argmin(0, keepdim=True)
 
     monkeypatch.setattr(graph_model, "draw_token", wrong)
-    blocks, _, tokens, _ = check()
+    blocks, _, tokens, *_ = check()
     assert blocks.passed
     assert not tokens.passed
     assert tokens.decision_error > 0.1 > tokens.state_error
@@ -59,7 +59,7 @@ def test_a_wrong_exit_is_seen(wrong: float, monkeypatch: pytest.MonkeyPatch) -> 
 
     def shifted(self: graph_model._StaticInputs, *args: object) -> None:
         thresholds(self, *args)  # type: ignore[arg-type]
-        self.threshold_list[:] = wrong or -9.0
+        self._thresholds[:] = wrong or -9.0
 
     monkeypatch.setattr(graph_model._StaticInputs, "set_token", shifted)
     rows = {(row.mode, row.exits): row for row in check()}
@@ -84,7 +84,11 @@ def test_a_mode_is_a_view_that_leaves_the_engine_as_it_was() -> None:
     assert engine.runner.runs_tokens
     assert not by_blocks.runner.runs_tokens
     assert graphs_of(by_blocks).counters is graphs_of(engine).counters
-    assert in_mode(engine, "tokens") is engine
+    tokens = in_mode(engine, "tokens")
+    assert tokens.runner.runs_tokens
+    assert not tokens.runner.looks_ahead
+    assert engine.runner.looks_ahead
+    assert in_mode(engine, "ahead") is engine
 
 
 def test_captures_are_timed_and_still_work() -> None:

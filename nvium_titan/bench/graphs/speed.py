@@ -34,7 +34,7 @@ class ModeFigures:
     """One way to decode one shape."""
 
     name: str
-    """ "dense" (a graph per token), "blocks" or "tokens"."""
+    """ "dense" (in the best of the modes), or a `Mode`."""
     ms_per_token: Quartiles
     """Per token after the first."""
     bandwidth_share: float

@@ -13,8 +13,9 @@ from nvium_titan.bench.exits import exit_script
 from nvium_titan.decode import Engine, ExitPolicy, ScriptedExits
 from nvium_titan.decode.graph.model import GraphModel
 
-Mode = Literal["tokens", "blocks"]
-"""A graph per token, or per block with a host read at every junction."""
+Mode = Literal["blocks", "tokens", "ahead"]
+"""A graph per block with a host read at every junction; a graph per token; the same, the next token
+launched before this one is read, as engines do."""
 
 
 class Workload(NamedTuple):
@@ -63,18 +64,20 @@ def graphs_of(engine: Engine) -> GraphModel:
 
 def in_mode(engine: Engine, mode: Mode) -> Engine:
     """Return the engine decoding in a mode; weights, buffers, graphs and counters are shared."""
-    if mode == "tokens":
+    if mode == "ahead":
         return engine
-    by_blocks = copy.copy(engine)
-    by_blocks.runner = copy.copy(engine.runner)
-    by_blocks.runner.model = copy.copy(engine.runner.model)
-    by_blocks.runner.model.token_runner = None
-    return by_blocks
+    other = copy.copy(engine)
+    other.runner = copy.copy(engine.runner)
+    other.runner.looks_ahead = False
+    if mode == "blocks":
+        other.runner.model = copy.copy(engine.runner.model)
+        other.runner.model.token_runner = None
+    return other
 
 
 def available_modes(engine: Engine) -> list[Mode]:
     """Return the modes that the engine's device and torch can do."""
-    return ["blocks"] if engine.runner.model.token_runner is None else ["blocks", "tokens"]
+    return ["blocks", "tokens", "ahead"] if engine.runner.runs_tokens else ["blocks"]
 
 
 def wait_for(device: torch.device) -> None:
