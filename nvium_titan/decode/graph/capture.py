@@ -219,7 +219,7 @@ class _CudaGraph:
 
 class _CudaFetch:
     def __init__(self, device_I: Tensor, counters: GraphCounters) -> None:
-        self._inbox_I = torch.empty_like(device_I, device="cpu", pin_memory=True)
+        self._inbox_I = torch.empty(len(device_I), dtype=torch.int64, pin_memory=True)
         self._inbox_I.copy_(device_I, non_blocking=True)
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._arrived.record(torch.cuda.current_stream(device_I.device))

@@ -271,7 +271,7 @@ class GraphModel:
         token_1 = draw_token(logits_V, inputs.key_1, inputs.temperature_1)
         self._result_2[1:].copy_(token_1)
         graphs.buffers.boundary_SD[0].index_copy_(
-            0, inputs.position_1 + 1, self.params.embedding_VD.index_select(0, token_1)
+            0, inputs.next_1, self.params.embedding_VD.index_select(0, token_1)
         )
 
     def _descend(self, graphs: _BufferGraphs, rows: tuple[int, ...], block_index: int) -> None:
@@ -293,7 +293,7 @@ class GraphModel:
     def _leave(self, graphs: _BufferGraphs, exit_index: int, n_1D: Tensor) -> None:
         self._o_1D.copy_(self.exit_state(exit_index, n_1D))
         self._result_2[:1].fill_(exit_index)
-        graphs.inputs.filled_E[: exit_index + 1].copy_(graphs.inputs.position_1 + 1)
+        graphs.inputs.filled_E[: exit_index + 1].copy_(graphs.inputs.next_1)
 
     def _block(self, graphs: _BufferGraphs, block_index: int, rows: int) -> None:
         """Run a block on the first row owed and those behind; their boundary states are there."""
@@ -354,24 +354,26 @@ class _StaticInputs:
     """The numbers that differ from launch to launch: one array on the host, one on the device."""
 
     def __init__(self, num_exits: int, device: torch.device) -> None:
-        num_sent = 3 + num_exits - 1
+        num_sent = 4 + num_exits - 1
         host_I = torch.zeros(num_sent + num_exits, dtype=torch.int64)
         device_I = torch.zeros_like(host_I, device=device)
         self._host_I, self._device_I, self._num_sent = host_I, device_I, num_sent
         integers = host_I.numpy()
         floats = integers.view(np.float64)
-        self._position, self._key = integers[:1], integers[1:2]
-        self._temperature, self._thresholds = floats[2:3], floats[3:num_sent]
+        self._positions, self._key = integers[:2], integers[2:3]
+        self._temperature, self._thresholds = floats[3:4], floats[4:num_sent]
         self.filled = integers[num_sent:]
         """`FilledCounts.filled`, where a launch gives it."""
         device_F = device_I.view(torch.float64)
         self.position_1 = device_I[:1]
         """Position of the last token fed."""
-        self.key_1 = device_I[1:2]
+        self.next_1 = device_I[1:2]
+        """Position of the token drawn."""
+        self.key_1 = device_I[2:3]
         """`Draw.key`, as int64."""
-        self.temperature_1 = device_F[2:3]
+        self.temperature_1 = device_F[3:4]
         """`Draw.temperature`."""
-        self.thresholds = device_F[3:num_sent]
+        self.thresholds = device_F[4:num_sent]
         """`NeedToken.thresholds`."""
         self.filled_E = device_I[num_sent:]
         """Position of the first row of each block; a token graph leaves what is right after it."""
@@ -379,7 +381,7 @@ class _StaticInputs:
     def set_token(self, position: int, need: NeedToken) -> None:
         """Fill in what a token graph reads but the counts; the token fed last is at `position`."""
         draw = need.draw or _NO_DRAW
-        self._position[0] = position
+        self._positions[:] = position, position + 1
         self._key[0] = np.uint64(draw.key).astype(np.int64)
         self._temperature[0] = draw.temperature
         self._thresholds[:] = need.thresholds
