@@ -154,7 +154,10 @@ class NviumCheckpointManager(CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, **how)
         except CheckpointException as error:
             cause = _cause(error)
-            hint = ""
+            hint = (
+                "if [model] or [nvium] changed since it was saved, undo that or give a new "
+                "dump_folder; else "
+            )
             if "dataloader.rank_" in str(cause):
                 hint = (
                     "a stream from the hub is divided over the ranks, so it goes on with as many "

@@ -161,5 +161,7 @@ def flavor_dims(name: str) -> ModelDims:
     """
     named = _named_dims()
     if name not in named:
-        raise ConfigError(f"unknown flavor '{name}'{nearest(name, named)}; fix [model] flavor")
+        raise ConfigError(
+            f"unknown flavor '{name}'{nearest(name, named)}; fix [model] flavor (--flavor)"
+        )
     return named[name]

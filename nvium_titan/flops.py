@@ -153,10 +153,14 @@ def weights_read_per_token(dims: ModelDims, exit_shares: Sequence[float]) -> flo
     plan = dims.plan
     if len(exit_shares) != plan.num_exits:
         raise ConfigError(
-            f"{len(exit_shares)} exit shares for {plan.num_exits} exits; give one for each"
+            f"{len(exit_shares)} exit shares for {plan.num_exits} exits; give one for each "
+            "(--exit-probs)"
         )
     if min(exit_shares) < 0 or abs(sum(exit_shares) - 1) > 1e-3:
-        raise ConfigError(f"exit shares {list(exit_shares)}: must be >= 0 and sum to 1")
+        raise ConfigError(
+            f"exit shares {list(exit_shares)} (--exit-probs): must be >= 0 and sum to 1, not to "
+            f"{sum(exit_shares):g}"
+        )
     total = float(dims.vocab_size * dims.dim + adapter_params(dims) + dims.dim)
     arrive = 1.0
     for index, block in enumerate(plan.blocks):

@@ -121,9 +121,9 @@ def parse_peer(text: str) -> PeerChoice:
     """
     name, _, dtype = text.partition(":")
     if name not in PEER_DTYPES:
-        raise BenchError(f"--peer {text}: {name!r}{nearest(name, PEER_DTYPES)}")
+        raise BenchError(f"--peer {text}: {name!r} is unknown{nearest(name, PEER_DTYPES)}")
     if dtype and dtype not in PEER_DTYPES[name]:
-        raise BenchError(f"--peer {text}: {dtype!r}{nearest(dtype, PEER_DTYPES[name])}")
+        raise BenchError(f"--peer {text}: {dtype!r} is unknown{nearest(dtype, PEER_DTYPES[name])}")
     return PeerChoice(name, dtype or None)
 
 

@@ -161,7 +161,7 @@ def check_dtypes(names: str) -> list[str]:
     dtypes = [name.strip() for name in names.split(",") if name.strip()]
     for name in dtypes:
         if name not in ENGINE_DTYPES:
-            raise BenchError(f"--dtypes {names}: {name!r}{nearest(name, ENGINE_DTYPES)}")
+            raise BenchError(f"--dtypes {names}: {name!r} is unknown{nearest(name, ENGINE_DTYPES)}")
     if not dtypes:
         raise BenchError(f"--dtypes {names!r}: give at least one of {', '.join(ENGINE_DTYPES)}")
     return list(dict.fromkeys(dtypes))

@@ -126,7 +126,12 @@ class Bench:
         from nvium_titan.bench.machine import describe_cpu
         from nvium_titan.bench.models import check_dtypes
         from nvium_titan.bench.report import REPORT_FILE, BenchReport, to_json
-        from nvium_titan.cli.bench_tables import print_prompts, print_report, warn_if_busy
+        from nvium_titan.cli.bench_tables import (
+            print_prompts,
+            print_report,
+            warn_if_busy,
+            warn_if_inconclusive,
+        )  # fmt: skip
 
         self._check_numbers()
         dtypes = check_dtypes(self.dtypes)
@@ -141,6 +146,7 @@ class Bench:
         report, is_complete = measure(dtypes, cpu)
         if self.json:
             print(to_json(report))
+            warn_if_inconclusive(report)
         elif isinstance(report, BenchReport):
             print_report(report)
         else:

@@ -20,6 +20,9 @@ from nvium_titan.bench.report import (
 from nvium_titan.cli.common import shown
 
 _WIDTH = 120
+_DISAGREE = (
+    "The pairs disagree too much: this run shows nothing. Stop what else is running and repeat it."
+)
 
 
 def warn_if_busy(cpu: Cpu) -> None:
@@ -30,6 +33,14 @@ def warn_if_busy(cpu: Cpu) -> None:
             "show nothing until they are stopped",
             file=sys.stderr,
         )
+
+
+def warn_if_inconclusive(report: BenchReport | PromptsReport) -> None:
+    """Say on stderr that pairs disagree; for a report that is printed as JSON."""
+    if isinstance(report, BenchReport):
+        for entry in report.dtypes:
+            if not entry.conclusive:
+                print(f"nvium: warning: {entry.dtype}: {_DISAGREE}", file=sys.stderr)
 
 
 def print_report(report: BenchReport) -> None:
@@ -92,10 +103,7 @@ def _print_entry(entry: DtypeFigures, *, num_pairs_wanted: int) -> None:
         limit = f" (limit {entry.limit:.2f}x, {entry.fraction_of_limit:.0%} of it)"
     print(f"N-vium over dense {entry.ratio:.2f}x{limit}, spread {entry.spread:.1%}")
     if not entry.conclusive:
-        print(
-            "The pairs disagree too much: this run shows nothing. Stop what else is running and "
-            "repeat it."
-        )
+        print(_DISAGREE)
     elif entry.exit_shares[-1] == 1:
         print(f"No token left early: that costs {1 / entry.ratio - 1:.1%} over dense.")
     elif entry.ratio < 1:
@@ -113,7 +121,7 @@ def _print_entry(entry: DtypeFigures, *, num_pairs_wanted: int) -> None:
     for name, parts in entry.overhead.items():
         total = sum(parts.values())
         split = ", ".join(f"{part} {ms:.3g} ({ms / total:.0%})" for part, ms in parts.items())
-        lines[f"ms of {name}"] = split
+        lines[f"{name} in pieces, ms"] = split
     print("\n".join(f"{name:22}{text}" for name, text in lines.items()))
 
 
@@ -215,7 +223,4 @@ def print_training(report: TrainReport) -> None:
         f"logits ({memory.live_logit_rows} rows): {memory.ratio:.3f}x"
     )
     if not all(ratio.conclusive for ratio in report.ratios):
-        print(
-            "The pairs disagree too much: this run shows nothing. Stop what else is running and "
-            "repeat it."
-        )
+        print(_DISAGREE)

@@ -19,8 +19,13 @@ def read_prompts(path: Path) -> list[str]:
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"--prompts-file {path}: {error}") from error
+    except OSError as error:
+        raise PromptError(
+            f"--prompts-file {path}: cannot be read: {error.strerror}; give a file with a prompt "
+            'on each line, or .jsonl with rows like {"prompt": "..."}'
+        ) from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"--prompts-file {path}: {error}; save it as UTF-8") from error
     is_jsonl = path.suffix == ".jsonl"
     prompts = [
         _prompt_of(line, where=f"{path}:{number}") if is_jsonl else line.removesuffix("\r")

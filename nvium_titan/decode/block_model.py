@@ -36,8 +36,8 @@ class TokenRun(NamedTuple):
 
     exit_index: int
     """Where it left."""
-    logits_V: Tensor
-    """The logits of that exit; if the token was drawn, the model may overwrite them at its next."""
+    logits_V: Tensor | None
+    """The logits of that exit, for the asker to draw from; None if the token was drawn."""
     token_id: int | None
     """The token, if it was to be drawn."""
 
@@ -74,6 +74,8 @@ class BlockModel(Protocol):
     """What draws tokens from its logits; torch if None."""
     token_runner: TokenRunner | None
     """What runs a token as a whole; if None, it is run in the pieces below."""
+    looks_ahead: bool
+    """Whether running a token may begin with the next, if told what that needs."""
     buffer_pool: BufferPool | None
     """Where sequences that are decoded alone get their buffers; if None, each makes its own."""
 

@@ -35,7 +35,8 @@ class Chosen(NamedTuple):
     token_id: int
     exit_index: int
     log_exit: float
-    logits_1V: Tensor
+    logits_1V: Tensor | None
+    """Shape (1, V), of the exit; None where a model ran the token as a whole."""
 
 
 def choose_next(
@@ -62,8 +63,8 @@ def choose_next(
         policy: Who decides at junctions.
         with_log_probs: Also return log p_k and log pi_k; asks routers that the policy ignores.
         is_whole: Ask for a token as a whole where the law allows it.
-        will_feed: The token drawn will be fed next and continued in the same way, so that the model
-            may begin with that.
+        will_feed: The token drawn will most likely be fed next and continued in the same way, so
+            that a model may begin with that.
     """
     if policy.router_temperature is not None and sampling.temperature == 0:
         chosen = yield from _certify(params, state, policy.router_temperature)
@@ -77,6 +78,7 @@ def choose_next(
     state.stats.host_reads += 1
     log_exit = log_prob = None
     if with_log_probs:
+        assert chosen.logits_1V is not None, "log-probabilities are for tokens in pieces"
         log_exit = chosen.log_exit
         log_prob = float(at_least_float32(chosen.logits_1V).log_softmax(-1)[0, chosen.token_id])
         state.stats.host_reads += 1
@@ -140,9 +142,10 @@ def _draw(
         if run is not None:
             token_id = run.token_id
             if token_id is None:
+                assert run.logits_V is not None, "for a token that was not drawn"
                 logits_V = run.logits_V[: params.num_tokens]
                 token_id = noise.draw(logits_V, position=position, sampling=sampling)
-            return Chosen(token_id, run.exit_index, math.nan, run.logits_V.unsqueeze(0))
+            return Chosen(token_id, run.exit_index, math.nan, None)
     asks_router = policy.reads_router or with_log_probs
     log_arrive = log_exit = 0.0
     for exit_index in range(last + 1):

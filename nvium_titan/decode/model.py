@@ -58,6 +58,8 @@ class _Part(NamedTuple):
 class DecoderModel:
     """The `BlockModel` in torch operations. Read-only after construction."""
 
+    looks_ahead = False
+
     def __init__(self, params: DecoderParams, *, num_slots: int) -> None:
         """Build the rotary table.
 

@@ -143,7 +143,8 @@ class RequestRun:
             sampler=self._runner.model.sampler,
         )
         stop_ids = frozenset(request.stop_ids)
-        looks_ahead = self._runner.looks_ahead and self._max_owed is None
+        # Blocks that are run in between, to pay what is owed, would make what was begun useless.
+        looks_ahead = self._runner.model.looks_ahead and self._max_owed is None
         while True:
             token = yield from choose_next(
                 params,

@@ -92,9 +92,6 @@ class BlockRunner:
         self.params = params
         self.model = model
         self.shapes = shapes
-        self.looks_ahead = True
-        """Whether a model may begin with a token before the one before it is read; a model without
-        a device to wait for has no use for that."""
         self.num_exits = plan.num_exits
         self.block_sizes = tuple(len(block) for block in plan.blocks)
 

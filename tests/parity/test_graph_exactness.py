@@ -25,6 +25,7 @@ from nvium_titan.decode import (
     SamplingParams,
     ScriptedExits,
 )
+from nvium_titan.decode.block_model import TokenRun
 from nvium_titan.decode.graph import capture
 from nvium_titan.decode.graph.capture import CudaGraphs, FakeGraphs
 from nvium_titan.decode.graph.model import LAUNCHES_PER_TOKEN, GraphModel, run_layer
@@ -246,19 +247,17 @@ def test_a_deferred_state_survives_500_replays() -> None:
 
 
 @torch.inference_mode()
-def test_the_logits_of_a_drawn_token_belong_to_the_model() -> None:
-    """A caller that keeps them without a clone reads those of the next token."""
+def test_a_token_that_was_drawn_has_no_logits() -> None:
+    """They are those of the token behind it by then."""
     engine = make()
     state = engine.new_state()
     engine.prefill(state, [1, 2, 3])
-    runs, kept = [], []
-    for token_id in (4, 5):
-        engine.runner.feed(state, [token_id])
-        draw = Noise(0, vocab_size=40).plan(state.length, SamplingParams())
-        runs.append(engine.runner.answer(state, NeedToken([-1.0, 1.0], True, draw)))
-        kept.append(runs[-1].logits_V.clone())  # type: ignore[union-attr]
-    assert not torch.equal(kept[0], kept[1])
-    assert torch.equal(runs[0].logits_V, kept[1])  # type: ignore[union-attr]
+    engine.runner.feed(state, [4])
+    draw = Noise(0, vocab_size=40).plan(state.length, SamplingParams())
+    run = engine.runner.answer(state, NeedToken([-1.0, 1.0], True, draw))
+    assert isinstance(run, TokenRun)
+    assert run.logits_V is None
+    assert run.token_id is not None
 
 
 @torch.inference_mode()
@@ -303,7 +302,7 @@ def test_a_batch_gives_the_single_runs_in_counted_operations() -> None:
 
 
 def looking_back(engine: Engine) -> Engine:
-    engine.runner.looks_ahead = False
+    engine.runner.model.looks_ahead = False
     return engine
 
 
@@ -371,6 +370,66 @@ def test_a_turn_of_one_token_after_a_stop(seed: int, lazy_prefill: bool) -> None
     assert taken[0] == taken[1]
 
 
+@pytest.mark.parametrize(
+    ("other_token", "seed", "policy", "num_unused"),
+    [
+        (0, 1, SampledRouter(), 0),
+        (1, 1, SampledRouter(), 1),
+        (0, 5, SampledRouter(), 1),
+        (0, 1, FixedExit(exit_index=2), 1),
+    ],
+    ids=["the-same", "other-token", "other-seed", "other-policy"],
+)
+def test_a_step_after_a_stop_takes_what_was_begun_if_it_is_the_same(
+    other_token: int, seed: int, policy: ExitPolicy, num_unused: int
+) -> None:
+    taken = []
+    engines = make(), make(kernels="torch")
+    for engine in engines:
+        state, noise = engine.new_state(), Noise(seed, vocab_size=40)
+        first = engine.generate([1, 2, 3], max_new_tokens=30, seed=1, state=state)
+        drawn = list(itertools.islice(first, 7))
+        first.stop()
+        token_id = (drawn[-1].token_id + other_token) % 40
+        for _ in range(8):
+            drawn.append(engine.step(state, token_id, noise=noise, policy=policy))
+            token_id = drawn[-1].token_id
+        taken.append(drawn)
+        assert_cache_equals(CONFIG, lively_tensors(CONFIG), state, tolerance=TOLERANCE)
+    assert taken[0] == taken[1]
+    assert model_of(engines[0]).counters.unused_tokens == num_unused
+
+
+def test_the_counts_on_the_device_are_those_of_the_host() -> None:
+    engine = looking_back(make())
+    state = engine.new_state()
+    generation = engine.generate([1, 2, 3], max_new_tokens=30, seed=3, state=state)
+    next(generation)
+    (graphs,) = model_of(engine)._graphs.values()
+    for _ in generation:
+        assert graphs.inputs.filled_E.tolist() == state.counts.filled
+    assert model_of(engine).counters.declined_tokens == 1  # the first: all others are one graph
+
+
+def test_blocks_that_are_run_with_other_sequences_drop_what_was_begun() -> None:
+    taken = []
+    for engine in (make(), make(kernels="torch")):
+        states = [engine.new_state() for _ in range(2)]
+        engine.prefill(states[1], [4, 5])
+        first = engine.generate(
+            [1, 2, 3], max_new_tokens=30, policy=POLICIES["long-owed"], state=states[0]
+        )
+        drawn = list(itertools.islice(first, 10))
+        with torch.inference_mode():
+            engine.runner.feed(states[1], [6])
+            for block_index in range(3):
+                engine.runner.fill_all(states, block_index)
+        drawn.extend(first)
+        taken.append(drawn)
+        assert_cache_equals(CONFIG, lively_tensors(CONFIG), states[0], tolerance=TOLERANCE)
+    assert taken[0] == taken[1]
+
+
 def test_the_same_length_after_another_text_takes_no_old_token() -> None:
     engine, eager = make(), make(kernels="torch")
     state = engine.new_state()
@@ -385,14 +444,21 @@ def test_the_same_length_after_another_text_takes_no_old_token() -> None:
     assert_same(result, eager.generate(prompt, max_new_tokens=20, seed=1).result())
 
 
-@pytest.mark.parametrize("num_launched", range(4, 24, 3))
+@pytest.mark.parametrize("fails", ["launch", "read"])
+@pytest.mark.parametrize("num_done", range(4, 24, 4))
 def test_a_failure_in_the_token_behind_leaves_a_sequence_that_goes_on(
-    num_launched: int, monkeypatch: pytest.MonkeyPatch
+    num_done: int, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replay, calls = capture._FakeGraph.replay, itertools.count()
+    wait = capture._FakeFetch.wait
+
+    def fail_to_read(fetch: capture._FakeFetch) -> list[int]:
+        if next(calls) < num_done:
+            return wait(fetch)
+        raise RuntimeError("the device is gone")
 
     def fail(graph: capture._FakeGraph) -> None:
-        if next(calls) < num_launched:
+        if next(calls) < num_done:
             replay(graph)
             return
         for step in graph._steps[: len(graph._steps) // 2]:
@@ -402,7 +468,10 @@ def test_a_failure_in_the_token_behind_leaves_a_sequence_that_goes_on(
     engine = make()
     state, noise = engine.new_state(), Noise(6, vocab_size=40)
     with monkeypatch.context() as patch:
-        patch.setattr(capture._FakeGraph, "replay", fail)
+        if fails == "launch":
+            patch.setattr(capture._FakeGraph, "replay", fail)
+        else:
+            patch.setattr(capture._FakeFetch, "wait", fail_to_read)
         with pytest.raises(RuntimeError, match="device is gone"):
             engine.generate([1, 2, 3], max_new_tokens=30, seed=6, state=state).result()
     eager = make(kernels="torch").generate([1, 2, 3], max_new_tokens=30, seed=6)
@@ -646,7 +715,7 @@ def test_cuda_graphs_give_the_tokens_of_single_operations(mode: str) -> None:
     engine, eager = Engine(params), Engine(params, kernels="torch")
     model = model_of(engine)
     assert isinstance(model.backend, CudaGraphs)
-    engine.runner.looks_ahead = mode == "ahead"
+    engine.runner.model.looks_ahead = mode == "ahead"
     if mode == "blocks":
         model.token_runner = None
     elif model.backend.why_no_branches:
@@ -660,3 +729,11 @@ def test_cuda_graphs_give_the_tokens_of_single_operations(mode: str) -> None:
     size = model.backend.pool_bytes
     engine.generate([1, 2, 3], max_new_tokens=60, seed=4).result()
     assert model.backend.pool_bytes == size > 0
+    # Stops with a token in flight, buffers that the next sequence takes, two at the same time.
+    for seed in range(20):
+        runs = [engine.generate([row, 2], max_new_tokens=25, seed=seed + row) for row in range(2)]
+        taken = [[next(run) for run in runs] for _ in range(5 + seed % 3)]
+        for row, run in enumerate(runs):
+            run.close()
+            expected = eager.generate([row, 2], max_new_tokens=25, seed=seed + row)
+            assert [tokens[row] for tokens in taken] == list(itertools.islice(expected, len(taken)))

@@ -360,7 +360,7 @@ def test_a_peer_runs_the_dense_model_in_the_type_at_hand(monkeypatch: pytest.Mon
 
 def test_types_are_checked() -> None:
     assert check_dtypes("bfloat16, float32,bfloat16") == ["bfloat16", "float32"]
-    with pytest.raises(BenchError, match="'bfloat61'; did you mean 'bfloat16'"):
+    with pytest.raises(BenchError, match="'bfloat61' is unknown; did you mean 'bfloat16'"):
         check_dtypes("float32,bfloat61")
     with pytest.raises(BenchError, match="at least one of"):
         check_dtypes(",")

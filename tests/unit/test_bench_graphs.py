@@ -86,8 +86,8 @@ def test_a_mode_is_a_view_that_leaves_the_engine_as_it_was() -> None:
     assert graphs_of(by_blocks).counters is graphs_of(engine).counters
     tokens = in_mode(engine, "tokens")
     assert tokens.runner.runs_tokens
-    assert not tokens.runner.looks_ahead
-    assert engine.runner.looks_ahead
+    assert not tokens.runner.model.looks_ahead
+    assert engine.runner.model.looks_ahead
     assert in_mode(engine, "ahead") is engine
 
 

@@ -68,9 +68,9 @@ def in_mode(engine: Engine, mode: Mode) -> Engine:
         return engine
     other = copy.copy(engine)
     other.runner = copy.copy(engine.runner)
-    other.runner.looks_ahead = False
+    other.runner.model = copy.copy(engine.runner.model)
+    other.runner.model.looks_ahead = False
     if mode == "blocks":
-        other.runner.model = copy.copy(engine.runner.model)
         other.runner.model.token_runner = None
     return other
 

@@ -47,7 +47,8 @@ class GraphCounters:
     host_reads: int = 0
     """Times the host waited for a result."""
     unused_tokens: int = 0
-    """Tokens that were begun before the one before them was read, and then not wanted."""
+    """Tokens that were begun before the one before them was read, and then not wanted; counted when
+    the same buffers are used again."""
     eager_calls: int = 0
     """Block calls in separate operations, because a batch or foreign buffers came."""
     declined_tokens: int = 0
@@ -104,7 +105,7 @@ class Fetch(Protocol):
     """Integers on their way from the device."""
 
     def wait(self) -> list[int]:
-        """Return them, once: the one place where the host waits for the device."""
+        """Return them: the one place where the host waits for the device."""
 
 
 # --- CUDA -----------------------------------------------------------------------------------------

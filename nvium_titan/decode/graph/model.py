@@ -64,7 +64,9 @@ _NO_DRAW = Draw(key=0, temperature=0.0)
 
 
 class GraphModel:
-    """A `BlockModel` over static buffers. One call runs at a time."""
+    """A `BlockModel` over static buffers. One call runs at a time, on CUDA all on one stream."""
+
+    looks_ahead = True
 
     def __init__(
         self,
@@ -136,19 +138,20 @@ class GraphModel:
             if graphs.embedded == (first, *token_ids):
                 return
             graphs.embedded = None
-            self._drop_ahead(graphs)
+            self._drop_ahead(buffers)
         self._eager.embed(buffers, token_ids, first=first)
 
     def run_block(self, block_index: int, groups: Sequence[Group]) -> None:
         """Run the layers of one block: a graph for one sequence of the pool, else operations."""
         buffers, first, rows, _ = groups[0]
         with self._lock:
+            for group in groups:
+                self._drop_ahead(group.buffers)
             if len(groups) > 1 or not self._owns(buffers):
                 self.counters.eager_calls += 1
                 self._eager.run_block(block_index, groups)
                 return
             graphs = self._graphs_on(buffers)
-            self._drop_ahead(graphs)
             graphs.inputs.filled[block_index] = first
             graphs.inputs.send(self.backend)
             self._block_graph(graphs, block_index, rows).replay()
@@ -162,26 +165,29 @@ class GraphModel:
         have run (the first after a prompt), a run over the largest bucket, and foreign buffers.
         """
         with self._lock:
-            graphs = self._graphs_on(buffers) if self._owns(buffers) else None
-            result = self._launch(graphs, counts, need) if graphs is not None else None
-            if graphs is None or result is None:
+            result = self._launch(buffers, counts, need) if self._owns(buffers) else None
+            if result is None:
                 self.counters.declined_tokens += 1
                 return None
-            if need.following is not None:
+            graphs = self._graphs[buffers]
+            if need.draw is not None and need.following is not None:
                 graphs.ahead = self._launch_ahead(graphs, counts, need.following())
             exit_index, token_id = result.wait()
-            logits_V = self._logits_V if need.draw is not None else self._logits_V.clone()
+            logits_V = self._logits_V.clone() if need.draw is None else None
         counts.filled[: exit_index + 1] = [counts.length] * (exit_index + 1)
         graphs.embedded = (counts.length, token_id)
         return TokenRun(exit_index, logits_V, token_id if need.draw is not None else None)
 
-    def _launch(self, graphs: _BufferGraphs, counts: FilledCounts, need: NeedToken) -> Fetch | None:
+    def _launch(
+        self, buffers: SequenceBuffers, counts: FilledCounts, need: NeedToken
+    ) -> Fetch | None:
         """Launch a token, if it does not run already; None if it cannot be one graph."""
+        graphs = self._graphs_on(buffers)
         ahead = graphs.ahead
         if ahead is not None and ahead.is_for(counts, need):
             graphs.ahead = None
             return ahead.result
-        self._drop_ahead(graphs)
+        self._drop_ahead(buffers)
         rows = _bucket_tuple([counts.length - filled for filled in counts.filled])
         if rows is None:
             return None
@@ -209,10 +215,12 @@ class GraphModel:
         self._token_graph(graphs, rows).replay()
         return _Ahead(counts.length + 1, need, self.backend.fetch(self._result_2))
 
-    def _drop_ahead(self, graphs: _BufferGraphs) -> None:
+    def _drop_ahead(self, buffers: SequenceBuffers) -> None:
         """Forget the token that was begun, since it is not the one that comes."""
-        self.counters.unused_tokens += graphs.ahead is not None
-        graphs.ahead = None
+        graphs = self._graphs.get(buffers)
+        if graphs is not None and graphs.ahead is not None:
+            self.counters.unused_tokens += 1
+            graphs.ahead = None
 
     # --- graphs ---------------------------------------------------------------------------------
 
@@ -395,8 +403,10 @@ class _StaticInputs:
     def kept(self) -> Iterator[None]:
         """Put back what the device holds: before a capture a function runs in all branches."""
         device_I = self._device_I.clone()
-        yield
-        self._device_I.copy_(device_I)
+        try:
+            yield
+        finally:
+            self._device_I.copy_(device_I)
 
 
 def _bucket_tuple(owed: Sequence[int]) -> tuple[int, ...] | None:

@@ -112,6 +112,8 @@ class NativeModel:
     One call runs at a time: it uses all threads of torch's setting and one work space.
     """
 
+    looks_ahead = False
+
     def __init__(self, params: DecoderParams, *, num_slots: int) -> None:
         """Pack the weights.
 
@@ -304,10 +306,10 @@ class NativeModel:
                 c_void_p(self._work_space(self._token_floats)), threads,
             )  # fmt: skip
         counts.filled[:] = filled
-        token_id = None
-        if need.draw is not None:
-            token_id = self._sample(logits_V[: self._num_tokens], need.draw)
-        return TokenRun(exit_index, logits_V, token_id)
+        if need.draw is None:
+            return TokenRun(exit_index, logits_V, None)
+        token_id = self._sample(logits_V[: self._num_tokens], need.draw)
+        return TokenRun(exit_index, None, token_id)
 
     def _floats_for_a_token(self, threads: int) -> int:
         size: int = self._library.nvium_work_floats(
