@@ -37,9 +37,9 @@ class TokenRun(NamedTuple):
     exit_index: int
     """Where it left."""
     logits_V: Tensor | None
-    """The logits of that exit, for the asker to draw from; None if the token was drawn."""
+    """The logits of that exit, for the asker to draw from; None if the model has drawn."""
     token_id: int | None
-    """The token, if it was to be drawn."""
+    """The token, if the model has drawn it."""
 
 
 class TokenRunner(Protocol):

@@ -135,7 +135,7 @@ def _draw(
     if is_whole and not with_log_probs:
         need = _need_token(position, last, noise, sampling, policy)
     if need is not None:
-        if will_feed and need.draw is not None:
+        if will_feed:
             following = partial(_need_token, position + 1, last, noise, sampling, policy)
             need = need._replace(following=following)
         run: TokenRun | None = yield need

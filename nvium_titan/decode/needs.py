@@ -38,8 +38,8 @@ class NeedToken(NamedTuple):
     """For each junction, the router logit above which the token leaves; see `exit_thresholds`."""
     reads_router: bool
     """Whether the routers are run."""
-    draw: Draw | None
-    """How the token is drawn from the logits of its exit; None leaves that to the asker."""
+    draw: Draw
+    """How the token is drawn from the logits of its exit; a model may leave that to the asker."""
     following: Callable[[], NeedToken | None] | None = None
     """What the next token will need, if the one drawn here is fed: a model may begin with it before
     it knows this one. None if that is not known, or not wanted."""

@@ -251,8 +251,8 @@ class BlockRunner:
                 stats.layers_run += self.block_sizes[block_index]
                 stats.group_sizes[rows] += 1
         stats.head_rows += 1
-        # The asker counts the read of the token; without a draw the exit was one of its own.
-        stats.host_reads += need.draw is None
+        # The asker counts the read of the token; if it draws that, the exit was one of its own.
+        stats.host_reads += run.token_id is None
         return run
 
     def router_logits(self, states: Sequence[DecodeState], junction_index: int) -> list[float]:

@@ -82,19 +82,30 @@ class SamplingParams:
 
 
 class Draw(NamedTuple):
-    """A draw from softmax(logits / temperature) with the noise of `gumbel_noise`."""
+    """A draw from F(softmax(logits)) with the noise of `gumbel_noise`."""
 
     key: int
     """Of seed, position and stream; what `gumbel_noise` adds token ids to."""
     temperature: float
     """At least 0; 0 is the argmax, without noise."""
+    top_k: int
+    """See `SamplingParams`, as the others."""
+    top_p: float
+    """Likewise."""
+    min_p: float
+    """Likewise."""
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether any token may be removed; never at temperature 0."""
+        return (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
 
 
 class Sampler(Protocol):
     """Draws a token, faster than `choose` would."""
 
     def __call__(self, logits_V: Tensor, draw: Draw) -> int:
-        """Return the token; `logits_V` has shape (V,)."""
+        """Return the token of a draw without a filter; `logits_V` has shape (V,)."""
 
 
 def filtered_logits(logits_V: Tensor, sampling: SamplingParams) -> Tensor:
@@ -121,21 +132,36 @@ def filtered_logits(logits_V: Tensor, sampling: SamplingParams) -> Tensor:
     # The maximum goes first, so that a tiny temperature gives -inf and never inf - inf.
     logits_V = (logits_V - logits_V.amax(-1, keepdim=True)) / sampling.temperature
     if sampling.top_k or sampling.top_p < 1:
-        # Stable: equal logits stay in the order of their ids.
-        ordered_V, order_V = torch.sort(logits_V, dim=-1, descending=True, stable=True)
-        rank_V = torch.arange(logits_V.shape[-1], device=logits_V.device)
-        if sampling.top_k:
-            ordered_V = ordered_V.masked_fill(rank_V >= sampling.top_k, -math.inf)
-        if sampling.top_p < 1:
-            probs_V = torch.softmax(ordered_V, dim=-1)
-            before_V = probs_V.cumsum(-1) - probs_V
-            ordered_V = ordered_V.masked_fill(
-                (before_V >= sampling.top_p) & (rank_V > 0), -math.inf
-            )
-        logits_V = torch.empty_like(logits_V).scatter_(-1, order_V, ordered_V)
+        top_k, top_p, _ = filter_limits(sampling, vocab_size=logits_V.shape[-1])
+        logits_V = keep_likeliest(logits_V, top_k=top_k, top_p=top_p)
     if sampling.min_p > 0:
         logits_V = logits_V.masked_fill(logits_V < math.log(sampling.min_p), -math.inf)
     return logits_V
+
+
+def filter_limits(filters: SamplingParams | Draw, *, vocab_size: int) -> tuple[int, float, float]:
+    """Return top_k, top_p and log(min_p) as limits that remove nothing where a filter is off."""
+    top_p = filters.top_p if filters.top_p < 1 else math.inf  # sums round past 1
+    log_min_p = math.log(filters.min_p) if filters.min_p > 0 else -math.inf
+    return filters.top_k or vocab_size, top_p, log_min_p
+
+
+def keep_likeliest(logits_V: Tensor, *, top_k: int | Tensor, top_p: float | Tensor) -> Tensor:
+    """Return the logits with all but the likeliest at -inf; the likeliest one stays.
+
+    Args:
+        logits_V: Shape (*, V).
+        top_k: Most tokens; a number or a tensor that broadcasts, as `filter_limits` gives it.
+        top_p: What those that are kept must reach together, after `top_k`; likewise.
+    """
+    # Stable: equal logits stay in the order of their ids.
+    ordered_V, order_V = torch.sort(logits_V, dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(logits_V.shape[-1], device=logits_V.device)
+    ordered_V = ordered_V.masked_fill(rank_V >= top_k, -math.inf)
+    probs_V = torch.softmax(ordered_V, dim=-1)
+    before_V = probs_V.cumsum(-1) - probs_V
+    ordered_V = ordered_V.masked_fill((before_V >= top_p) & (rank_V > 0), -math.inf)
+    return torch.empty_like(logits_V).scatter_(-1, order_V, ordered_V)
 
 
 def choose(logits_V: Tensor, gumbel_V: Tensor | None, sampling: SamplingParams) -> Tensor:
@@ -273,15 +299,16 @@ class Noise:
         if sampling.temperature == 0:
             return int(logits_V.argmax())
         draw = self.plan(position, sampling)
-        if self._sampler is not None and draw is not None and logits_V.dtype == torch.float32:
+        if self._sampler is not None and not draw.has_filter and logits_V.dtype == torch.float32:
             return self._sampler(logits_V, draw)
         return int(choose(logits_V, self.gumbel(position), sampling))
 
-    def plan(self, position: int, sampling: SamplingParams) -> Draw | None:
-        """Return what `draw` does at a position, for a model to do itself; None with a filter."""
-        if sampling.has_filter:
-            return None
-        return Draw(_key(self.seed, position, _TOKEN_STREAM), sampling.temperature)
+    def plan(self, position: int, sampling: SamplingParams) -> Draw:
+        """Return what `draw` does at a position, for a model to do itself."""
+        key = _key(self.seed, position, _TOKEN_STREAM)
+        if sampling.temperature == 0:
+            return Draw(key, 0.0, top_k=0, top_p=1.0, min_p=0.0)
+        return Draw(key, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
     def gumbel(self, position: int) -> Tensor:
         """Return the Gumbel noise that chooses the token at `position`, shape (V,), float64."""

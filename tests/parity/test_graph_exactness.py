@@ -25,11 +25,9 @@ from nvium_titan.decode import (
     SamplingParams,
     ScriptedExits,
 )
-from nvium_titan.decode.block_model import TokenRun
 from nvium_titan.decode.graph import capture
 from nvium_titan.decode.graph.capture import CudaGraphs, FakeGraphs
 from nvium_titan.decode.graph.model import LAUNCHES_PER_TOKEN, GraphModel, run_layer
-from nvium_titan.decode.needs import NeedToken
 from nvium_titan.decode.runner import BlockRunner, slots_for
 from nvium_titan.errors import DependencyError
 from tests.helpers.reference import assert_cache_equals
@@ -54,6 +52,9 @@ SAMPLINGS = {
     "warm": SamplingParams(temperature=0.7),
     "argmax": SamplingParams(temperature=0),
     "filtered": SamplingParams(temperature=0.9, top_k=7, top_p=0.9),
+    "nucleus": SamplingParams(top_p=0.6),
+    "min-p": SamplingParams(temperature=1.3, min_p=0.2),
+    "cold": SamplingParams(temperature=0, top_k=3),
     "mixture": SamplingParams(top_k=7, filter_scope="mixture"),
 }
 
@@ -137,6 +138,31 @@ def test_every_law_gives_the_tokens_of_single_operations(policy: str, sampling: 
     ]
     assert_same(*results)
     assert max(results[0].token_ids) < 37
+
+
+def test_filters_are_drawn_inside_the_graph_and_change_without_a_capture() -> None:
+    engine, eager = make(), make(kernels="torch")
+    model = model_of(engine)
+    for sampling in SAMPLINGS.values():
+        if sampling.filter_scope == "mixture":  # at full depth, in pieces
+            continue
+        results = [
+            each.generate(
+                [1, 2, 3], max_new_tokens=30, policy=POLICIES["fixed"], sampling=sampling, seed=6
+            ).result()
+            for each in (engine, eager)
+        ]
+        assert_same(*results)
+    # Whatever the numbers are: a graph with a filter and one without, for each tuple.
+    (graphs,) = model._graphs.values()
+    assert {has_filter for _, has_filter in graphs.tokens} == {True, False}
+    captures = model.counters.captures
+    for top_k in (1, 5, 39):
+        sampling = SamplingParams(top_k=top_k, top_p=0.8)
+        engine.generate(
+            [1, 2, 3], max_new_tokens=30, policy=POLICIES["fixed"], sampling=sampling, seed=6
+        ).result()
+    assert model.counters.captures == captures
 
 
 @pytest.mark.parametrize("config", [FOUR_EXITS, DENSE], ids=["four-exits", "dense"])
@@ -244,32 +270,6 @@ def test_a_deferred_state_survives_500_replays() -> None:
     assert next(generation).exit_index == 2  # takes all of them up
     assert state.counts.filled == [523, 523, 523]
     assert_cache_equals(config, lively_tensors(config), state, tolerance=TOLERANCE)
-
-
-@torch.inference_mode()
-def test_a_token_that_was_drawn_has_no_logits() -> None:
-    """They are those of the token behind it by then."""
-    engine = make()
-    state = engine.new_state()
-    engine.prefill(state, [1, 2, 3])
-    engine.runner.feed(state, [4])
-    draw = Noise(0, vocab_size=40).plan(state.length, SamplingParams())
-    run = engine.runner.answer(state, NeedToken([-1.0, 1.0], True, draw))
-    assert isinstance(run, TokenRun)
-    assert run.logits_V is None
-    assert run.token_id is not None
-
-
-@torch.inference_mode()
-def test_without_a_draw_the_logits_are_the_callers() -> None:
-    engine = make()
-    state = engine.new_state()
-    engine.prefill(state, [1, 2, 3])
-    runs = []
-    for token_id in (4, 5):
-        engine.runner.feed(state, [token_id])
-        runs.append(engine.runner.answer(state, NeedToken([-1.0, 1.0], True, None)))
-    assert not torch.equal(runs[0].logits_V, runs[1].logits_V)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -510,7 +510,7 @@ def test_captures_are_bounded_by_the_tuples() -> None:
     model = model_of(engine)
     (graphs,) = model._graphs.values()
     assert 25 < len(graphs.tokens) <= 56
-    for rows in graphs.tokens:
+    for rows, _ in graphs.tokens:
         assert rows[0] == 1
         assert list(rows) == sorted(rows)
     assert model.counters.captures == model.num_graphs
@@ -720,9 +720,13 @@ def test_cuda_graphs_give_the_tokens_of_single_operations(mode: str) -> None:
         model.token_runner = None
     elif model.backend.why_no_branches:
         pytest.skip(model.backend.why_no_branches)
-    for policy in POLICIES.values():
+    laws = [(policy, SAMPLINGS["plain"]) for policy in POLICIES.values()]
+    laws += [(POLICIES["sampled"], sampling) for sampling in SAMPLINGS.values()]
+    for policy, sampling in laws:
         results = [
-            each.generate([1, 2, 3], max_new_tokens=60, policy=policy, seed=4).result()
+            each.generate(
+                [1, 2, 3], max_new_tokens=60, policy=policy, sampling=sampling, seed=4
+            ).result()
             for each in (engine, eager)
         ]
         assert_same(*results)

@@ -23,13 +23,14 @@ from nvium_titan.decode.graph.fused import (
     TorchJunction,
     TritonJunction,
     build_junction,
+    draw_filtered,
     draw_in_torch,
     draw_in_triton,
     draw_token,
     has_kernels,
 )
 from nvium_titan.decode.model import DecoderModel
-from nvium_titan.decode.sampling import Noise, SamplingParams
+from nvium_titan.decode.sampling import Noise, SamplingParams, filter_limits
 from tests.helpers.triton_worker import tiny_params
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +63,6 @@ def number(value: float) -> Tensor:
 def draw_inputs(position: int, temperature: float) -> tuple[Tensor, Tensor]:
     """Return key and temperature of the noise at a position, as a graph's static inputs."""
     draw = Noise(SEED, vocab_size=VOCAB).plan(position, SamplingParams(temperature=temperature))
-    assert draw is not None
     key = draw.key - (1 << 64) if draw.key >> 63 else draw.key
     return torch.tensor([key]), torch.tensor([temperature], dtype=torch.float64)
 
@@ -98,6 +98,41 @@ def test_a_forced_exit_is_taken_whatever_the_router_says() -> None:
     broken_SD = torch.full((8, 32), math.nan)
     assert bool(junction(broken_SD, at(3), number(-math.inf)).leaves)
     assert not bool(junction(broken_SD, at(3), number(math.inf)).leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=5, temperature=0.6),
+        SamplingParams(top_k=VOCAB + 9, temperature=2.0),
+        SamplingParams(top_p=0.0),
+        SamplingParams(top_p=0.7),
+        SamplingParams(min_p=0.3, temperature=3.0),
+        SamplingParams(min_p=1.0),
+        SamplingParams(top_k=9, top_p=0.9, min_p=0.05, temperature=1.5),
+    ],
+    ids=str,
+)
+def test_a_filtered_draw_is_that_of_noise(dtype: torch.dtype, sampling: SamplingParams) -> None:
+    noise = Noise(SEED, vocab_size=VOCAB)
+    top_k, top_p, log_min_p = filter_limits(sampling, vocab_size=VOCAB)
+    for position in range(60):
+        logits_V = random_logits(position, dtype)
+        if position % 3 == 0:
+            logits_V = (2 * logits_V).round()  # ties
+        if position % 5 == 0:
+            logits_V[::2] = -math.inf
+        expected = noise.draw(logits_V, position=position, sampling=sampling)
+        found_1 = draw_filtered(
+            logits_V,
+            *draw_inputs(position, sampling.temperature),
+            top_k_1=torch.tensor([top_k]),
+            top_p_1=number(top_p)[None],
+            log_min_p_1=number(log_min_p)[None],
+        )
+        assert found_1.tolist() == [expected]
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

@@ -2,6 +2,7 @@
 
     junction(states_SD, position_1, threshold)      n, the router logit, does the token leave
     draw_token(logits_V, key_1, temperature_1)      the token of softmax(logits / temperature)
+    draw_filtered(logits_V, ...)                    the same behind top-k, top-p and min-p; in torch
 
 The torch operations are the oracle of the kernels, and what runs wherever Triton does not: a
 junction is about a dozen of them where three kernels do, a draw about thirty where two do. Both
@@ -13,6 +14,7 @@ Shapes: S slots, D width, R router width, V vocabulary, B blocks of it; 1 is one
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from typing import NamedTuple, Protocol
 
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from nvium_titan.decode.model import DecoderModel
 from nvium_titan.decode.params import DecoderParams
-from nvium_titan.decode.sampling import gumbel_of_keys
+from nvium_titan.decode.sampling import gumbel_of_keys, keep_likeliest
 
 _ROWS_PER_PROGRAM = 2
 """Outputs of a router's layer that one program makes: enough programs for every multiprocessor."""
@@ -195,3 +197,32 @@ def draw_in_triton(logits_V: Tensor, key_1: Tensor, temperature_1: Tensor) -> Te
         BLOCK=triton.next_power_of_2(num_blocks),
     )  # fmt: skip
     return token_1
+
+
+def draw_filtered(
+    logits_V: Tensor,
+    key_1: Tensor,
+    temperature_1: Tensor,
+    *,
+    top_k_1: Tensor,
+    top_p_1: Tensor,
+    log_min_p_1: Tensor,
+) -> Tensor:
+    """Return the token that `Noise.draw` gives with a filter, in its arithmetic. No host read.
+
+    Args:
+        logits_V: As `draw_token` takes it, as the others.
+        key_1: Likewise.
+        temperature_1: Likewise, but positive.
+        top_k_1: As `filter_limits` gives it, int64, shape (1,).
+        top_p_1: Likewise, float64.
+        log_min_p_1: Likewise, float64.
+
+    Returns:
+        As `draw_token`.
+    """
+    logits_V = logits_V.double()
+    logits_V = (logits_V - logits_V.amax()) / temperature_1
+    logits_V = keep_likeliest(logits_V, top_k=top_k_1, top_p=top_p_1)
+    logits_V = logits_V.masked_fill(logits_V < log_min_p_1, -math.inf)
+    return (logits_V + gumbel_of_keys(key_1, len(logits_V))[0]).argmax(0, keepdim=True)

@@ -46,21 +46,21 @@ from nvium_titan.decode.deferred import (
     bucket_rows,
 )
 from nvium_titan.decode.graph.capture import Fetch, Graph, GraphBackend
-from nvium_titan.decode.graph.fused import build_junction, draw_token
+from nvium_titan.decode.graph.fused import build_junction, draw_filtered, draw_token
 from nvium_titan.decode.kv_cache import BufferPool, SequenceBuffers, WorkSpace
 from nvium_titan.decode.model import DecoderModel, rope_table
 from nvium_titan.decode.needs import NeedToken
 from nvium_titan.decode.params import DecoderParams
-from nvium_titan.decode.sampling import Draw, Sampler
+from nvium_titan.decode.sampling import Sampler, filter_limits
 
 logger = logging.getLogger(__name__)
 
 MAX_TOKEN_GRAPHS = 56
-"""Token graphs kept for a set of buffers: as many as there are tuples for four exits."""
+"""Token graphs kept for a set of buffers: as many as there are tuples for four exits, where all
+draws have a filter or none has."""
 LAUNCHES_PER_TOKEN = 3
 """Of a token in one graph: the inputs' copy, the graph, the result's copy."""
 _MAX_COMPILATIONS = 128
-_NO_DRAW = Draw(key=0, temperature=0.0)
 
 
 class GraphModel:
@@ -117,7 +117,6 @@ class GraphModel:
         self._rope_SP2 = torch.view_as_real(turns_SP).to(device, rope_dtype)
         # What a token graph leaves: all of it is written anew by every replay.
         self._o_1D = torch.zeros(1, config.hidden_size, dtype=params.dtype, device=device)
-        self._logits_V = torch.zeros(config.vocab_size, dtype=params.dtype, device=device)
         self._result_2 = torch.zeros(2, dtype=torch.int64, device=device)
         work = WorkSpace(params, max_rows=PREFILL_BUCKETS[-1], buckets=PREFILL_BUCKETS)
         self.buffer_pool: BufferPool | None = BufferPool(
@@ -170,13 +169,12 @@ class GraphModel:
                 self.counters.declined_tokens += 1
                 return None
             graphs = self._graphs[buffers]
-            if need.draw is not None and need.following is not None:
+            if need.following is not None:
                 graphs.ahead = self._launch_ahead(graphs, counts, need.following())
             exit_index, token_id = result.wait()
-            logits_V = self._logits_V.clone() if need.draw is None else None
         counts.filled[: exit_index + 1] = [counts.length] * (exit_index + 1)
         graphs.embedded = (counts.length, token_id)
-        return TokenRun(exit_index, logits_V, token_id if need.draw is not None else None)
+        return TokenRun(exit_index, None, token_id)
 
     def _launch(
         self, buffers: SequenceBuffers, counts: FilledCounts, need: NeedToken
@@ -194,7 +192,7 @@ class GraphModel:
         graphs.inputs.set_token(counts.length - 1, need)
         graphs.inputs.filled[:] = counts.filled
         graphs.inputs.send(self.backend)
-        self._token_graph(graphs, rows).replay()
+        self._token_graph(graphs, rows, has_filter=need.draw.has_filter).replay()
         return self.backend.fetch(self._result_2)
 
     def _launch_ahead(
@@ -212,7 +210,7 @@ class GraphModel:
             return None
         graphs.inputs.set_token(counts.length, need)
         graphs.inputs.send(self.backend, with_filled=False)
-        self._token_graph(graphs, rows).replay()
+        self._token_graph(graphs, rows, has_filter=need.draw.has_filter).replay()
         return _Ahead(counts.length + 1, need, self.backend.fetch(self._result_2))
 
     def _drop_ahead(self, buffers: SequenceBuffers) -> None:
@@ -235,7 +233,7 @@ class GraphModel:
     def _graphs_on(self, buffers: SequenceBuffers) -> _BufferGraphs:
         graphs = self._graphs.get(buffers)
         if graphs is None:
-            inputs = _StaticInputs(self.params.config.plan.num_exits, self.params.device)
+            inputs = _StaticInputs(self.params)
             graphs = self._graphs[buffers] = _BufferGraphs(buffers, inputs)
         return graphs
 
@@ -246,19 +244,21 @@ class GraphModel:
             graph = graphs.blocks[block_index, rows] = self._capture(function)
         return graph
 
-    def _token_graph(self, graphs: _BufferGraphs, rows: tuple[int, ...]) -> Graph:
-        tokens = graphs.tokens
-        graph = tokens.get(rows)
+    def _token_graph(
+        self, graphs: _BufferGraphs, rows: tuple[int, ...], *, has_filter: bool
+    ) -> Graph:
+        tokens, key = graphs.tokens, (rows, has_filter)
+        graph = tokens.get(key)
         if graph is None:
             if len(tokens) == self._max_token_graphs:
                 tokens.popitem(last=False)
                 self.counters.dropped += 1
             with graphs.inputs.kept():
-                graph = tokens[rows] = self._capture(
-                    partial(self._token, graphs, rows),
-                    outputs=(self._o_1D, self._logits_V, self._result_2),
+                graph = tokens[key] = self._capture(
+                    partial(self._token, graphs, rows, has_filter=has_filter),
+                    outputs=(self._o_1D, self._result_2),
                 )
-        tokens.move_to_end(rows)
+        tokens.move_to_end(key)
         return graph
 
     def _capture(self, function: Callable[[], object], *, outputs: Sequence[Tensor] = ()) -> Graph:
@@ -270,13 +270,18 @@ class GraphModel:
 
     # --- what is captured -----------------------------------------------------------------------
 
-    def _token(self, graphs: _BufferGraphs, rows: tuple[int, ...]) -> None:
+    def _token(self, graphs: _BufferGraphs, rows: tuple[int, ...], *, has_filter: bool) -> None:
         """All of a token: where it leaves, the logits there, the draw, the next embedding."""
         self._descend(graphs, rows, 0)
         inputs = graphs.inputs
-        self._logits_V.copy_(self.logits(self._o_1D)[0])
-        logits_V = self._logits_V[: self.params.num_tokens]
-        token_1 = draw_token(logits_V, inputs.key_1, inputs.temperature_1)
+        logits_V = self.logits(self._o_1D)[0, : self.params.num_tokens]
+        if has_filter:
+            token_1 = draw_filtered(
+                logits_V, inputs.key_1, inputs.temperature_1,
+                top_k_1=inputs.top_k_1, top_p_1=inputs.top_p_1, log_min_p_1=inputs.log_min_p_1,
+            )  # fmt: skip
+        else:
+            token_1 = draw_token(logits_V, inputs.key_1, inputs.temperature_1)
         self._result_2[1:].copy_(token_1)
         graphs.buffers.boundary_SD[0].index_copy_(
             0, inputs.next_1, self.params.embedding_VD.index_select(0, token_1)
@@ -351,7 +356,8 @@ class _BufferGraphs:
         self.buffers = buffers
         self.inputs = inputs
         self.blocks: dict[tuple[int, int], Graph] = {}
-        self.tokens: OrderedDict[tuple[int, ...], Graph] = OrderedDict()
+        self.tokens: OrderedDict[tuple[tuple[int, ...], bool], Graph] = OrderedDict()
+        """By rows of each block, and whether the draw has a filter."""
         self.embedded: tuple[int, ...] | None = None
         """Position and token that the last graph wrote the embedding of."""
         self.ahead: _Ahead | None = None
@@ -361,15 +367,17 @@ class _BufferGraphs:
 class _StaticInputs:
     """The numbers that differ from launch to launch: one array on the host, one on the device."""
 
-    def __init__(self, num_exits: int, device: torch.device) -> None:
-        num_sent = 4 + num_exits - 1
+    def __init__(self, params: DecoderParams) -> None:
+        num_exits = params.config.plan.num_exits
+        self._num_tokens = params.num_tokens
+        num_sent = 7 + num_exits - 1
         host_I = torch.zeros(num_sent + num_exits, dtype=torch.int64)
-        device_I = torch.zeros_like(host_I, device=device)
+        device_I = torch.zeros_like(host_I, device=params.device)
         self._host_I, self._device_I, self._num_sent = host_I, device_I, num_sent
         integers = host_I.numpy()
         floats = integers.view(np.float64)
-        self._positions, self._key = integers[:2], integers[2:3]
-        self._temperature, self._thresholds = floats[3:4], floats[4:num_sent]
+        self._positions, self._key, self._top_k = integers[:2], integers[2:3], integers[3:4]
+        self._temperature_and_filters, self._thresholds = floats[4:7], floats[7:num_sent]
         self.filled = integers[num_sent:]
         """`FilledCounts.filled`, where a launch gives it."""
         device_F = device_I.view(torch.float64)
@@ -379,19 +387,27 @@ class _StaticInputs:
         """Position of the token drawn."""
         self.key_1 = device_I[2:3]
         """`Draw.key`, as int64."""
-        self.temperature_1 = device_F[3:4]
+        self.top_k_1 = device_I[3:4]
+        """See `filter_limits`."""
+        self.temperature_1 = device_F[4:5]
         """`Draw.temperature`."""
-        self.thresholds = device_F[4:num_sent]
+        self.top_p_1 = device_F[5:6]
+        """See `filter_limits`."""
+        self.log_min_p_1 = device_F[6:7]
+        """See `filter_limits`."""
+        self.thresholds = device_F[7:num_sent]
         """`NeedToken.thresholds`."""
         self.filled_E = device_I[num_sent:]
         """Position of the first row of each block; a token graph leaves what is right after it."""
 
     def set_token(self, position: int, need: NeedToken) -> None:
         """Fill in what a token graph reads but the counts; the token fed last is at `position`."""
-        draw = need.draw or _NO_DRAW
+        draw = need.draw
+        top_k, top_p, log_min_p = filter_limits(draw, vocab_size=self._num_tokens)
         self._positions[:] = position, position + 1
         self._key[0] = np.uint64(draw.key).astype(np.int64)
-        self._temperature[0] = draw.temperature
+        self._top_k[0] = top_k
+        self._temperature_and_filters[:] = draw.temperature, top_p, log_min_p
         self._thresholds[:] = need.thresholds
 
     def send(self, backend: GraphBackend, *, with_filled: bool = True) -> None:

@@ -306,7 +306,7 @@ class NativeModel:
                 c_void_p(self._work_space(self._token_floats)), threads,
             )  # fmt: skip
         counts.filled[:] = filled
-        if need.draw is None:
+        if need.draw.has_filter:
             return TokenRun(exit_index, logits_V, None)
         token_id = self._sample(logits_V[: self._num_tokens], need.draw)
         return TokenRun(exit_index, None, token_id)
