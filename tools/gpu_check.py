@@ -430,7 +430,8 @@ def main() -> int:
     if args.out is None and not args.train:
         parser.error("give --out DIR to check decoding, or --train")
     if not torch.cuda.is_available() and (args.train or not args.dry_run):
-        print("gpu_check: nothing checked: torch sees no CUDA GPU here (--dry-run runs on the CPU)")
+        hint = "" if args.out is None else "; --dry-run checks decoding on the CPU"
+        print(f"gpu_check: nothing checked: torch sees no CUDA GPU here{hint}")
         return 0
     passed = True
     if args.out is not None:
