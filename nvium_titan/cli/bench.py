@@ -131,7 +131,7 @@ class Bench:
             print_report,
             warn_if_busy,
             warn_if_inconclusive,
-        )  # fmt: skip
+        )
 
         self._check_numbers()
         dtypes = check_dtypes(self.dtypes)
