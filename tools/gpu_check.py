@@ -35,10 +35,11 @@ from rich.table import Table
 
 from nvium_titan.bench.graphs.exactness import Exactness, check_exactness
 from nvium_titan.bench.graphs.memory import MemoryFigures, watch_memory
+from nvium_titan.bench.graphs.modes import graphs_of
 from nvium_titan.bench.graphs.speed import LoadedShape, RateFigures, ShapeFigures, copy_bandwidth
-from nvium_titan.bench.graphs.workload import Workload, graphs_of
 from nvium_titan.bench.machine import peak_flops
 from nvium_titan.bench.models import BenchModel
+from nvium_titan.bench.workload import Workload
 from nvium_titan.decode.graph.model import LAUNCHES_PER_TOKEN
 from nvium_titan.errors import DependencyError
 from nvium_titan.flavors import flavor_dims, shape_dims

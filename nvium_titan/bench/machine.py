@@ -7,6 +7,8 @@ import platform
 import time
 from pathlib import Path
 
+import torch
+
 from nvium_titan.bench.report import Cpu
 
 MATTERING_FLAGS = (
@@ -74,3 +76,9 @@ def _busy_ticks() -> int | None:
     # user, nice, system, idle, iowait, irq, softirq, steal
     ticks = [int(word) for word in stat.read_text().split("\n", 1)[0].split()[1:9]]
     return sum(ticks) - ticks[3] - ticks[4]
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

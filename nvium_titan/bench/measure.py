@@ -6,7 +6,6 @@ together, so the ratio of a pair means more than two medians. The module owns th
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +17,14 @@ from typing import NamedTuple
 
 import torch
 
-from nvium_titan.bench.exits import exit_script
 from nvium_titan.bench.models import WEIGHT_BYTES, BenchModel
 from nvium_titan.bench.ours import EngineSystem, split_time
 from nvium_titan.bench.peers import PEER_DTYPES, load_peer
 from nvium_titan.bench.report import DtypeFigures, SystemFigures
 from nvium_titan.bench.statistics import paired_ratio, quartiles
 from nvium_titan.bench.system import System, Timing
-from nvium_titan.decode import ExitPolicy, SampledRouter, ScriptedExits
+from nvium_titan.bench.workload import Workload
+from nvium_titan.decode import ExitPolicy, SampledRouter
 from nvium_titan.decode.kernels import Kernels
 from nvium_titan.errors import BenchError, nearest
 from nvium_titan.flops import weights_read_per_token
@@ -74,9 +73,9 @@ class Comparison:
     """What runs N-vium and dense; see `Engine`."""
 
     @property
-    def max_seq_len(self) -> int:
-        """Longest sequence."""
-        return self.prompt_tokens + self.new_tokens
+    def work(self) -> Workload:
+        """What each run decodes."""
+        return Workload(self.prompt_tokens, self.new_tokens, self.num_pairs, self.seed)
 
     def peers_for(self, dtype: str) -> list[tuple[str, str]]:
         """Return the peers to run beside our engine in `dtype`, each with its own type."""
@@ -94,23 +93,10 @@ class Comparison:
         return (self.num_pairs + 1) * (ours + len(self.peers_for(dtype)))
 
     def policies(self) -> list[ExitPolicy]:
-        """Return who decides the exits of each sequence, the same in every run.
-
-        A script has the same counts in another order for each sequence: exits that fell together
-        would flatter a batch.
-        """
+        """Return who decides the exits of each sequence, the same in every run."""
         if self.forced_shares is None:
             return [SampledRouter()] * self.batch
-        return [
-            ScriptedExits(
-                exit_indices=exit_script(
-                    self.forced_shares, self.new_tokens - 1, seed=self.seed + row
-                ),
-                first_position=self.prompt_tokens + 1,
-                runs_router=True,
-            )
-            for row in range(self.batch)
-        ]
+        return self.work.policies(self.forced_shares, batch=self.batch)
 
 
 def parse_peer(text: str) -> PeerChoice:
@@ -209,7 +195,7 @@ def _open_systems(comparison: Comparison, *, dtype: str) -> Iterator[_Systems]:
 
         def ours(name: str, model: BenchModel, policies: Sequence[ExitPolicy]) -> EngineSystem:
             engine = model.load_engine(
-                dtype=dtype, max_seq_len=comparison.max_seq_len, kernels=comparison.kernels
+                dtype=dtype, max_seq_len=comparison.work.max_seq_len, kernels=comparison.kernels
             )
             system = EngineSystem(
                 name, engine, dtype=dtype, policies=policies, seed=comparison.seed
@@ -237,7 +223,7 @@ def _open_systems(comparison: Comparison, *, dtype: str) -> Iterator[_Systems]:
                 work_dir.mkdir()
                 peer = load_peer(
                     name, bundle, dtype=peer_dtype, threads=torch.get_num_threads(),
-                    max_seq_len=comparison.max_seq_len, work_dir=work_dir,
+                    max_seq_len=comparison.work.max_seq_len, work_dir=work_dir,
                 )  # fmt: skip
                 systems.others.append(stack.enter_context(closing(peer)))
         yield systems
@@ -248,11 +234,7 @@ def _prompts(comparison: Comparison, nvium: EngineSystem) -> list[list[int]]:
     params = nvium.engine.params
     size, seed = comparison.prompt_tokens, comparison.seed
     if comparison.forced_shares is not None:
-        rng = random.Random(seed)
-        return [
-            [rng.randrange(params.num_tokens) for _ in range(size)]
-            for _ in range(comparison.num_pairs)
-        ]
+        return comparison.work.prompts(params.num_tokens)
     start = params.config.bos_token_id or 0
     if size == 1:
         return [[start]] * comparison.num_pairs

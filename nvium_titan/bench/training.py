@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nvium_titan.bench.machine import peak_flops
+from nvium_titan.bench.machine import peak_flops, wait_for
 from nvium_titan.bench.memory import LiveBytes
 from nvium_titan.bench.report import LossMemory, StepFigures, StepRatio
 from nvium_titan.bench.statistics import paired_ratio, quartiles
@@ -107,13 +107,13 @@ class TrainingSystem:
     def run(self) -> float:
         """Make a step; returns its seconds, without those of clearing the gradients."""
         self._model.zero_grad(set_to_none=True)
-        _wait_for(self._comparison.device)
+        wait_for(self._comparison.device)
         start = time.perf_counter()
         masks = self._model.get_attention_masks(self._positions_BT)
         pred = self._model(self._tokens_BT, positions=self._positions_BT, attention_masks=masks)
         loss, _ = self._loss(pred, self._labels_BT, self._num_valid)
         torch.autograd.backward(loss)
-        _wait_for(self._comparison.device)
+        wait_for(self._comparison.device)
         return time.perf_counter() - start
 
     def profile(self, path: Path) -> None:
@@ -265,8 +265,3 @@ def loss_peak_bytes(loss: MixtureLoss, pred: tuple[Tensor, Tensor], labels_BT: T
         value, _ = loss(pred, labels_BT, num_valid)
         torch.autograd.backward(value)
     return live.peak - pred[0].nbytes
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

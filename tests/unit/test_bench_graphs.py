@@ -12,8 +12,9 @@ from torch import Tensor
 
 from nvium_titan.bench.graphs import launches, memory, speed
 from nvium_titan.bench.graphs.exactness import Exactness, check_exactness
-from nvium_titan.bench.graphs.workload import Workload, graphs_of, in_mode
+from nvium_titan.bench.graphs.modes import graphs_of, in_mode
 from nvium_titan.bench.models import BenchModel
+from nvium_titan.bench.workload import Workload
 from nvium_titan.decode import Engine
 from nvium_titan.decode.graph import model as graph_model
 from nvium_titan.flavors import shape_dims

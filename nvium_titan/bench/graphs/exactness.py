@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvium_titan.bench.graphs.workload import Mode, Workload, available_modes, in_mode
+from nvium_titan.bench.graphs.modes import Mode, available_modes, in_mode
 from nvium_titan.bench.models import BenchModel
+from nvium_titan.bench.workload import Workload
 from nvium_titan.decode import DecoderParams, Engine, ExitPolicy, Noise, SampledRouter
 from nvium_titan.decode.policy import exit_thresholds
 from nvium_titan.decode.runner import DecodeState

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nvium_titan.bench.graphs.workload import graphs_of
+from nvium_titan.bench.graphs.modes import graphs_of
 from nvium_titan.bench.ours import EngineSystem
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nvium_titan.bench.graphs.workload import Workload, graphs_of
+from nvium_titan.bench.graphs.modes import graphs_of
 from nvium_titan.bench.models import BenchModel
+from nvium_titan.bench.workload import Workload
 from nvium_titan.decode import Engine, ScriptedExits
 from nvium_titan.decode.deferred import PREFILL_BUCKETS
 from nvium_titan.decode.graph.model import MAX_TOKEN_GRAPHS

@@ -11,18 +11,14 @@ import torch
 from torch import Tensor
 
 from nvium_titan.bench.graphs.launches import Launches, count_launches
-from nvium_titan.bench.graphs.workload import (
-    Workload,
-    available_modes,
-    graphs_of,
-    in_mode,
-    wait_for,
-)
+from nvium_titan.bench.graphs.modes import available_modes, graphs_of, in_mode
+from nvium_titan.bench.machine import wait_for
 from nvium_titan.bench.measure import interleave
 from nvium_titan.bench.models import WEIGHT_BYTES, BenchModel
 from nvium_titan.bench.ours import EngineSystem
 from nvium_titan.bench.report import Quartiles, Ratio
 from nvium_titan.bench.statistics import paired_ratio, quartiles
+from nvium_titan.bench.workload import Workload
 from nvium_titan.decode import Engine, ExitPolicy, SampledRouter
 from nvium_titan.flops import limit_speedup, weights_read_per_token
 
