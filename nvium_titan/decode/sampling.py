@@ -86,19 +86,13 @@ class Draw(NamedTuple):
 
     key: int
     """Of seed, position and stream; what `gumbel_noise` adds token ids to."""
-    temperature: float
-    """At least 0; 0 is the argmax, without noise."""
-    top_k: int
-    """See `SamplingParams`, as the others."""
-    top_p: float
-    """Likewise."""
-    min_p: float
-    """Likewise."""
+    sampling: SamplingParams
+    """The law F; at temperature 0 the argmax, without noise."""
 
     @property
     def has_filter(self) -> bool:
-        """Whether any token may be removed; never at temperature 0."""
-        return (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
+        """Whether any token may be removed before the draw."""
+        return self.sampling.temperature > 0 and self.sampling.has_filter
 
 
 class Sampler(Protocol):
@@ -131,19 +125,19 @@ def filtered_logits(logits_V: Tensor, sampling: SamplingParams) -> Tensor:
         return logits_V
     # The maximum goes first, so that a tiny temperature gives -inf and never inf - inf.
     logits_V = (logits_V - logits_V.amax(-1, keepdim=True)) / sampling.temperature
+    top_k, top_p, log_min_p = filter_limits(sampling, vocab_size=logits_V.shape[-1])
     if sampling.top_k or sampling.top_p < 1:
-        top_k, top_p, _ = filter_limits(sampling, vocab_size=logits_V.shape[-1])
         logits_V = keep_likeliest(logits_V, top_k=top_k, top_p=top_p)
     if sampling.min_p > 0:
-        logits_V = logits_V.masked_fill(logits_V < math.log(sampling.min_p), -math.inf)
+        logits_V = logits_V.masked_fill(logits_V < log_min_p, -math.inf)
     return logits_V
 
 
-def filter_limits(filters: SamplingParams | Draw, *, vocab_size: int) -> tuple[int, float, float]:
+def filter_limits(sampling: SamplingParams, *, vocab_size: int) -> tuple[int, float, float]:
     """Return top_k, top_p and log(min_p) as limits that remove nothing where a filter is off."""
-    top_p = filters.top_p if filters.top_p < 1 else math.inf  # sums round past 1
-    log_min_p = math.log(filters.min_p) if filters.min_p > 0 else -math.inf
-    return filters.top_k or vocab_size, top_p, log_min_p
+    top_p = sampling.top_p if sampling.top_p < 1 else math.inf  # sums round past 1
+    log_min_p = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+    return sampling.top_k or vocab_size, top_p, log_min_p
 
 
 def keep_likeliest(logits_V: Tensor, *, top_k: int | Tensor, top_p: float | Tensor) -> Tensor:
@@ -305,10 +299,7 @@ class Noise:
 
     def plan(self, position: int, sampling: SamplingParams) -> Draw:
         """Return what `draw` does at a position, for a model to do itself."""
-        key = _key(self.seed, position, _TOKEN_STREAM)
-        if sampling.temperature == 0:
-            return Draw(key, 0.0, top_k=0, top_p=1.0, min_p=0.0)
-        return Draw(key, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        return Draw(_key(self.seed, position, _TOKEN_STREAM), sampling)
 
     def gumbel(self, position: int) -> Tensor:
         """Return the Gumbel noise that chooses the token at `position`, shape (V,), float64."""

@@ -154,7 +154,7 @@ def draw_token(logits_V: Tensor, key_1: Tensor, temperature_1: Tensor) -> Tensor
     Args:
         logits_V: Logits of the tokens that may be sampled, shape (V,), contiguous.
         key_1: `Draw.key`, as int64, shape (1,).
-        temperature_1: `Draw.temperature`, float64, shape (1,); 0 is the argmax.
+        temperature_1: `SamplingParams.temperature`, float64, shape (1,); 0 is the argmax.
 
     Returns:
         Shape (1,), int64, below V whatever the logits are.

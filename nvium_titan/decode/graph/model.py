@@ -186,14 +186,9 @@ class GraphModel:
             graphs.ahead = None
             return ahead.result
         self._drop_ahead(buffers)
-        rows = _bucket_tuple([counts.length - filled for filled in counts.filled])
-        if rows is None:
-            return None
-        graphs.inputs.set_token(counts.length - 1, need)
+        owed = [counts.length - filled for filled in counts.filled]
         graphs.inputs.filled[:] = counts.filled
-        graphs.inputs.send(self.backend)
-        self._token_graph(graphs, rows, has_filter=need.draw.has_filter).replay()
-        return self.backend.fetch(self._result_2)
+        return self._start(graphs, owed, counts.length - 1, need, with_filled=True)
 
     def _launch_ahead(
         self, graphs: _BufferGraphs, counts: FilledCounts, need: NeedToken | None
@@ -205,13 +200,27 @@ class GraphModel:
         """
         if need is None:
             return None
-        rows = _bucket_tuple([1, *(counts.length + 1 - filled for filled in counts.filled[1:])])
+        owed = [1, *(counts.length + 1 - filled for filled in counts.filled[1:])]
+        result = self._start(graphs, owed, counts.length, need, with_filled=False)
+        return None if result is None else _Ahead(counts.length + 1, need, result)
+
+    def _start(
+        self,
+        graphs: _BufferGraphs,
+        owed: Sequence[int],
+        position: int,
+        need: NeedToken,
+        *,
+        with_filled: bool,
+    ) -> Fetch | None:
+        """Launch the graph of a token fed at `position`, with at most `owed` rows in each block."""
+        rows = _bucket_tuple(owed)
         if rows is None:
             return None
-        graphs.inputs.set_token(counts.length, need)
-        graphs.inputs.send(self.backend, with_filled=False)
+        graphs.inputs.set_token(position, need)
+        graphs.inputs.send(self.backend, with_filled=with_filled)
         self._token_graph(graphs, rows, has_filter=need.draw.has_filter).replay()
-        return _Ahead(counts.length + 1, need, self.backend.fetch(self._result_2))
+        return self.backend.fetch(self._result_2)
 
     def _drop_ahead(self, buffers: SequenceBuffers) -> None:
         """Forget the token that was begun, since it is not the one that comes."""
@@ -390,7 +399,7 @@ class _StaticInputs:
         self.top_k_1 = device_I[3:4]
         """See `filter_limits`."""
         self.temperature_1 = device_F[4:5]
-        """`Draw.temperature`."""
+        """`SamplingParams.temperature`."""
         self.top_p_1 = device_F[5:6]
         """See `filter_limits`."""
         self.log_min_p_1 = device_F[6:7]
@@ -403,11 +412,12 @@ class _StaticInputs:
     def set_token(self, position: int, need: NeedToken) -> None:
         """Fill in what a token graph reads but the counts; the token fed last is at `position`."""
         draw = need.draw
-        top_k, top_p, log_min_p = filter_limits(draw, vocab_size=self._num_tokens)
+        sampling = draw.sampling
+        top_k, top_p, log_min_p = filter_limits(sampling, vocab_size=self._num_tokens)
         self._positions[:] = position, position + 1
         self._key[0] = np.uint64(draw.key).astype(np.int64)
         self._top_k[0] = top_k
-        self._temperature_and_filters[:] = draw.temperature, top_p, log_min_p
+        self._temperature_and_filters[:] = sampling.temperature, top_p, log_min_p
         self._thresholds[:] = need.thresholds
 
     def send(self, backend: GraphBackend, *, with_filled: bool = True) -> None:

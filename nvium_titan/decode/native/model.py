@@ -388,6 +388,6 @@ class NativeModel:
         """See `decode.sampling.Sampler`."""
         token_id: int = self._library.nvium_sample(
             c_void_p(logits_V.data_ptr()), len(logits_V), c_uint64(draw.key),
-            c_double(draw.temperature),
+            c_double(draw.sampling.temperature),
         )  # fmt: skip
         return token_id
