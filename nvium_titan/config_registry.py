@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from nvium_titan.config import load_config
-from nvium_titan.trainer import NviumTrainer
+from nvium_titan.train.config import load_config
+from nvium_titan.train.trainer import NviumTrainer
 
 __all__ = ["config_files"]
 

@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if importlib.util.find_spec("torchtitan") is not None:
-    from nvium_titan.compat import use_cpu_without_accelerator
+    from nvium_titan.train.compat import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
 

@@ -40,10 +40,10 @@ from nvium_titan.bench.graphs.speed import LoadedShape, RateFigures, ShapeFigure
 from nvium_titan.bench.machine import peak_flops
 from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.workload import Workload
-from nvium_titan.decode.graph.model import LAUNCHES_PER_TOKEN
+from nvium_titan.core.cost import ModelDims, forward_flops
+from nvium_titan.core.flavors import flavor_dims, shape_dims
+from nvium_titan.decode.forward.graphs.model import LAUNCHES_PER_TOKEN
 from nvium_titan.errors import DependencyError
-from nvium_titan.flavors import flavor_dims, shape_dims
-from nvium_titan.flops import ModelDims, forward_flops
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT_FILE = "gpu_check.json"
@@ -363,15 +363,16 @@ def check_train() -> bool:
 
     Fails if training does, or if our code makes the host wait for the device within a step.
     """
-    from nvium_titan import compat, train
-    from nvium_titan.results import read_metrics
+    from nvium_titan.report.records import read_metrics
+    from nvium_titan.train import compat
+    from nvium_titan.train import launch as train
 
     try:
         compat.require_torchtitan()
     except DependencyError as error:
         print(f"train: nothing checked: {error}")
         return True
-    from nvium_titan.trainer import NviumTrainer
+    from nvium_titan.train.trainer import NviumTrainer
 
     waits: Counter[str] = Counter()
     run_step = NviumTrainer.train_step

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nvium_titan.bench.report import Cpu
+from nvium_titan.report.bench_records import Cpu
 
 MATTERING_FLAGS = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8",

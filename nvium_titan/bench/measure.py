@@ -20,14 +20,14 @@ import torch
 from nvium_titan.bench.models import WEIGHT_BYTES, BenchModel
 from nvium_titan.bench.ours import EngineSystem, split_time
 from nvium_titan.bench.peers import PEER_DTYPES, load_peer
-from nvium_titan.bench.report import DtypeFigures, SystemFigures
 from nvium_titan.bench.statistics import paired_ratio, quartiles
 from nvium_titan.bench.system import System, Timing
 from nvium_titan.bench.workload import Workload
+from nvium_titan.core.cost import weights_read_per_token
 from nvium_titan.decode import ExitPolicy, SampledRouter
-from nvium_titan.decode.kernels import Kernels
+from nvium_titan.decode.forward.choose import Kernels
 from nvium_titan.errors import BenchError, nearest
-from nvium_titan.flops import weights_read_per_token
+from nvium_titan.report.bench_records import DtypeFigures, SystemFigures
 
 _SETTLE_S = 0.1
 """Pause after each run: the threads of another engine spin on after its last token."""

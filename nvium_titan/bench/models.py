@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle, write_bundle
+from nvium_titan.bundle.quantization import dequantize, quantize_int8
 from nvium_titan.convert.export import bundle_config
+from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.flavors import dense_twin
 from nvium_titan.decode import DecoderParams, Engine
-from nvium_titan.decode.kernels import Kernels
+from nvium_titan.decode.forward.choose import Kernels
 from nvium_titan.decode.params import random_tensors
 from nvium_titan.errors import BenchError, nearest
-from nvium_titan.flavors import dense_twin
-from nvium_titan.flops import ModelDims
-from nvium_titan.quantization import dequantize, quantize_int8
-from nvium_titan.tokenizer import ByteTokenizer, Tokenizer
+from nvium_titan.text.tokenizer import ByteTokenizer, Tokenizer
 
 ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}
 """Type of the tensors that `load_engine` starts from, by the name of what it computes in."""

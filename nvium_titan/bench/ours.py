@@ -20,7 +20,7 @@ from nvium_titan.decode import (
     SampledRouter,
     SamplingParams,
 )
-from nvium_titan.decode.block_model import TokenRunner
+from nvium_titan.decode.forward.base import TokenRunner
 from nvium_titan.decode.policy import ExitPolicy
 
 PARTS = ("blocks", "junctions", "head", "sampling", "python")

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from nvium_titan.bench.report import CategoryFigures, PromptsFigures
+from nvium_titan.core.cost import ModelDims, limit_speedup
 from nvium_titan.decode import Engine
 from nvium_titan.errors import BenchError, DataError
-from nvium_titan.flops import ModelDims, limit_speedup
-from nvium_titan.tokenizer import Tokenizer
+from nvium_titan.report.bench_records import CategoryFigures, PromptsFigures
+from nvium_titan.text.tokenizer import Tokenizer
 
 NUM_TRIALS = 3
 MAX_NEW_TOKENS = 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from nvium_titan.bench.report import Quartiles, Ratio
+from nvium_titan.report.bench_records import Quartiles, Ratio
 
 MAX_SPREAD = 0.15
 """A run whose ratios spread more than this shows nothing and must be repeated."""

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from nvium_titan.bench.machine import peak_flops, wait_for
 from nvium_titan.bench.memory import LiveBytes
-from nvium_titan.bench.report import LossMemory, StepFigures, StepRatio
 from nvium_titan.bench.statistics import paired_ratio, quartiles
-from nvium_titan.flavors import dense_twin
-from nvium_titan.flops import ModelDims, count_params, forward_flops
-from nvium_titan.loss import MixtureLoss
-from nvium_titan.model import model_spec
+from nvium_titan.core.cost import ModelDims, count_params, forward_flops
+from nvium_titan.core.flavors import dense_twin
+from nvium_titan.report.bench_records import LossMemory, StepFigures, StepRatio
+from nvium_titan.train.loss import MixtureLoss
+from nvium_titan.train.model import model_spec
 
 if TYPE_CHECKING:
-    from nvium_titan.model.model import NviumModel
+    from nvium_titan.train.model.model import NviumModel
 
 _FORWARDS_PER_STEP = 3
 """A backward pass is two forward passes of matmuls."""

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["train"]:
         # Its flags are the keys of the training configuration, so it reads them itself.
-        from nvium_titan import train
+        from nvium_titan.train import launch as train
 
         return train.main(words[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from nvium_titan.bench.measure import Comparison
     from nvium_titan.bench.models import BenchModel
-    from nvium_titan.bench.report import (
+    from nvium_titan.report.bench_records import (
         BenchReport,
         Cpu,
         DtypeFigures,
@@ -125,13 +125,13 @@ class Bench:
 
         from nvium_titan.bench.machine import describe_cpu
         from nvium_titan.bench.models import check_dtypes
-        from nvium_titan.bench.report import REPORT_FILE, BenchReport, to_json
         from nvium_titan.cli.bench_tables import (
             print_prompts,
             print_report,
             warn_if_busy,
             warn_if_inconclusive,
         )
+        from nvium_titan.report.bench_records import REPORT_FILE, BenchReport, to_json
 
         self._check_numbers()
         dtypes = check_dtypes(self.dtypes)
@@ -155,7 +155,7 @@ class Bench:
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / REPORT_FILE).write_text(to_json(report) + "\n", encoding="utf-8")
             if isinstance(report, BenchReport):
-                from nvium_titan.plots.bench import plot_bench
+                from nvium_titan.report.bench_figures import plot_bench
 
                 plot_bench(report, self.out / "bench.png")
             print(f"wrote {', '.join(map(str, sorted(self.out.glob('bench.*'))))}", file=sys.stderr)
@@ -203,7 +203,7 @@ class Bench:
 
     def _prepare_pairs(self) -> _Measure:
         from nvium_titan.bench.measure import run_comparison
-        from nvium_titan.bench.report import BenchReport
+        from nvium_titan.report.bench_records import BenchReport
 
         comparison = self._comparison()
 
@@ -240,7 +240,6 @@ class Bench:
         return measure
 
     def _prepare_prompts(self) -> _Measure:
-        from nvium_titan.bench.report import PromptsReport
         from nvium_titan.bench.specbench import (
             MAX_NEW_TOKENS,
             NUM_TRIALS,
@@ -248,6 +247,7 @@ class Bench:
             read_questions,
             run_questions,
         )
+        from nvium_titan.report.bench_records import PromptsReport
 
         assert self.prompts is not None, "the caller has seen it"
         model = self._model()
@@ -295,7 +295,7 @@ class Bench:
 
     def _comparison(self) -> Comparison:
         from nvium_titan.bench.measure import Comparison, parse_peer
-        from nvium_titan.flops import limit_speedup
+        from nvium_titan.core.cost import limit_speedup
 
         model = self._model()
         num_exits = model.config.plan.num_exits
@@ -333,7 +333,7 @@ class Bench:
 
     def _model(self) -> BenchModel:
         from nvium_titan.bench.models import BenchModel
-        from nvium_titan.flavors import shape_dims
+        from nvium_titan.core.flavors import shape_dims
 
         if (self.bundle is None) == (self.shape is None):
             raise BenchError(
@@ -401,7 +401,7 @@ def _versions(entries: Sequence[DtypeFigures]) -> dict[str, str]:
     import torch
 
     from nvium_titan import __version__
-    from nvium_titan.bench.report import OURS
+    from nvium_titan.report.bench_records import OURS
 
     systems = [system for entry in entries for system in entry.systems]
     peers = {system.name: system.version for system in systems if system.name not in OURS}

@@ -9,7 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nvium_titan.bench.report import (
+from nvium_titan.cli.common import shown
+from nvium_titan.report.bench_records import (
     OURS,
     BenchReport,
     Cpu,
@@ -17,7 +18,6 @@ from nvium_titan.bench.report import (
     PromptsReport,
     TrainReport,
 )
-from nvium_titan.cli.common import shown
 
 _WIDTH = 120
 _DISAGREE = (

@@ -70,14 +70,14 @@ class BenchTrain:
             ConfigError: If the file is wrong.
             KeyboardInterrupt: After the figures of an interrupted run have been printed.
         """
-        from nvium_titan import __version__, compat
+        from nvium_titan import __version__
+        from nvium_titan.train import compat
 
         compat.require_torchtitan()
         compat.use_cpu_without_accelerator()
         import torch
 
         from nvium_titan.bench.machine import describe_cpu
-        from nvium_titan.bench.report import TrainReport, to_json
         from nvium_titan.bench.training import (
             TrainingSystem,
             measure_loss_memory,
@@ -85,6 +85,7 @@ class BenchTrain:
             step_ratios,
         )
         from nvium_titan.cli.bench_tables import print_training, warn_if_busy
+        from nvium_titan.report.bench_records import TrainReport, to_json
 
         comparison = self._comparison()
         if self.threads is not None:
@@ -135,8 +136,8 @@ class BenchTrain:
         import torch
 
         from nvium_titan.bench.training import TrainComparison
-        from nvium_titan.config import load_config
-        from nvium_titan.trainer import NviumTrainer
+        from nvium_titan.train.config import load_config
+        from nvium_titan.train.trainer import NviumTrainer
 
         for name in ("pairs", "batch", "seq_len", "threads"):
             value = getattr(self, name)

@@ -120,7 +120,7 @@ class Export:
 def _quantize(bundle: Path, out: Path, *, text: Path | None) -> list[str]:
     """Write an int8 bundle; return what it saves and what it costs, a line each."""
     from nvium_titan.bundle import read_bundle
-    from nvium_titan.bundle_config import stored_bytes
+    from nvium_titan.bundle.config import stored_bytes
     from nvium_titan.convert.export import quantize_bundle
     from nvium_titan.eval.perplexity import encode_documents, read_documents
 
@@ -151,9 +151,9 @@ def _held_out() -> Iterator[str]:
     Raises:
         DataError: If this Python has no documentation installed.
     """
-    from nvium_titan.data.documents import Document, TextStore
-    from nvium_titan.data.python_docs import python_docs
-    from nvium_titan.data.sources import IndexedSource
+    from nvium_titan.text.documents import Document, TextStore
+    from nvium_titan.train.data.python_docs import python_docs
+    from nvium_titan.train.data.sources import IndexedSource
 
     try:
         store = TextStore(python_docs())

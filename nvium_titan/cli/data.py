@@ -14,7 +14,7 @@ from nvium_titan.cli.common import progress
 from nvium_titan.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nvium_titan.data.shards import Manifest
+    from nvium_titan.train.data.shards import Manifest
 
 
 def _num_cores() -> int:
@@ -67,12 +67,12 @@ class Prepare:
             if getattr(self, name) < 1:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} {getattr(self, name)}: must be at least 1")
-        from nvium_titan import compat
+        from nvium_titan.train import compat
 
         compat.require_torchtitan()
         compat.use_cpu_without_accelerator()
-        from nvium_titan import train
-        from nvium_titan.data.prepare import prepare
+        from nvium_titan.train import launch as train
+        from nvium_titan.train.data.prepare import prepare
 
         run = train.load(["--config-file", str(self.config_file)])
         config = run.dataloader if self.table == "dataloader" else run.validator.dataloader
@@ -117,7 +117,7 @@ class Check:
         """
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be at least 1")
-        from nvium_titan.data.prepare import check
+        from nvium_titan.train.data.prepare import check
 
         shown = partial(progress, "documents checked")
         manifest = check(self.folder, num_workers=self.workers, progress=shown)

@@ -12,7 +12,7 @@ import tyro
 from nvium_titan.cli.common import load, progress
 
 if TYPE_CHECKING:
-    from nvium_titan.results import PerplexityResult
+    from nvium_titan.report.records import PerplexityResult
 
 
 @dataclass(frozen=True, kw_only=True)

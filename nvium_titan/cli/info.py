@@ -32,8 +32,8 @@ class Info:
 
     def run(self) -> None:
         """Print the figures."""
-        from nvium_titan.flavors import flavor_dims, flavor_names
-        from nvium_titan.flops import count_params, forward_flops, limit_speedup
+        from nvium_titan.core.cost import count_params, forward_flops, limit_speedup
+        from nvium_titan.core.flavors import flavor_dims, flavor_names
 
         if self.list:
             sizes = {name: sum(count_params(flavor_dims(name)).values()) for name in flavor_names()}

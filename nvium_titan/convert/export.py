@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nvium_titan.bundle import BundleConfig, read_bundle, write_bundle
-from nvium_titan.bundle_config import DTYPES
+from nvium_titan.bundle.config import DTYPES
 from nvium_titan.convert.layout import names_of, to_bundle
+from nvium_titan.convert.step_folders import find_step_folder, read_metadata, step_of
+from nvium_titan.core.cost import ModelDims
 from nvium_titan.errors import BundleError, CheckpointError
-from nvium_titan.flops import ModelDims
-from nvium_titan.results import read_metrics
-from nvium_titan.step_folders import find_step_folder, read_metadata, step_of
-from nvium_titan.tokenizer import Tokenizer, load_tokenizer
+from nvium_titan.report.records import read_metrics
+from nvium_titan.text.tokenizer import Tokenizer, load_tokenizer
 
 SETTINGS_KEY = "nvium.settings"
 """The checkpoint entry that holds the run's resolved settings, as TOML text."""

@@ -28,12 +28,12 @@ from nvium_titan.bundle import (
     read_json,
     write_bundle,
 )
-from nvium_titan.bundle_config import CONFIG_FILE, DTYPES
+from nvium_titan.bundle.config import CONFIG_FILE, DTYPES
+from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.flavors import router_dim_of
+from nvium_titan.core.shape import ExitPlan
 from nvium_titan.errors import BundleError, ConfigError
-from nvium_titan.exit_plan import ExitPlan
-from nvium_titan.flavors import router_dim_of
-from nvium_titan.flops import ModelDims
-from nvium_titan.tokenizer import load_tokenizer
+from nvium_titan.text.tokenizer import load_tokenizer
 
 NEW_ROUTER_LOGIT = -4.0
 """Exit minus continue of a grown router, for every token: it leaves with probability

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from nvium_titan.convert.names import native_to_hf
-from nvium_titan.flops import ModelDims
+from nvium_titan.core.cost import ModelDims
 
 
 def to_rotate_half(weight_OI: Tensor, *, num_heads: int) -> Tensor:

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 
 from nvium_titan.bundle import PROVENANCE_FILE, read_bundle
-from nvium_titan.bundle_config import CONFIG_FILE
+from nvium_titan.bundle.config import CONFIG_FILE
+from nvium_titan.bundle.quantization import dequantize, quantize_int8
 from nvium_titan.convert.export import bundle_config, load_native_tensors, read_step_folder
 from nvium_titan.convert.layout import to_bundle
 from nvium_titan.decode import DecoderParams
 from nvium_titan.errors import BundleError
-from nvium_titan.quantization import dequantize, quantize_int8
-from nvium_titan.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from nvium_titan.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 
 class LoadedModel(NamedTuple):

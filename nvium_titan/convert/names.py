@@ -6,7 +6,7 @@ The backbone carries HF LLaMA names, the junctions the names of the authors' cod
 
 from __future__ import annotations
 
-from nvium_titan.exit_plan import ExitPlan
+from nvium_titan.core.shape import ExitPlan
 
 _LAYER = {
     "attention.qkv_linear.wq.weight": "self_attn.q_proj.weight",

@@ -27,9 +27,9 @@ from nvium_titan.bundle import (
     read_json,
     write_bundle,
 )
-from nvium_titan.bundle_config import CONFIG_FILE
+from nvium_titan.bundle.config import CONFIG_FILE
 from nvium_titan.errors import BundleError, TokenizerError
-from nvium_titan.tokenizer import Tokenizer, load_tokenizer
+from nvium_titan.text.tokenizer import Tokenizer, load_tokenizer
 
 JSON_FILE = "exp_config.json"
 HYDRA_FILE = ".hydra/config.yaml"
@@ -64,7 +64,7 @@ def import_reference(
     """Write a checkpoint of the authors' code as a bundle; tensors keep every bit.
 
     Args:
-        directory: The folder that holds `model.safetensors`.
+        directory: The folder that holds `train.model.safetensors`.
         out: The bundle's directory; written whole or not at all.
         tokenizer: Tokenizer to put in; default: the one whose files lie in `directory`.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nvium_titan.core.mixture import at_least_float32, mixture_log_prob
-from nvium_titan.decode.block_model import TokenRun
+from nvium_titan.decode.forward.base import TokenRun
 from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits, NeedToken
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.policy import ExitPolicy, exit_thresholds, log_sigmoid

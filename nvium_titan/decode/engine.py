@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nvium_titan.decode.batch import BatchGeneration
 from nvium_titan.decode.choice import choose_next, law_name
-from nvium_titan.decode.kernels import Kernels, build_model, takes_graphs
+from nvium_titan.decode.forward.choose import Kernels, build_model, takes_graphs
 from nvium_titan.decode.kv_cache import WorkSpace
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.policy import ExitPolicy, FixedExit

@@ -73,7 +73,7 @@ class Scratch:
         )
         self.rows, self.num_groups, self.per_group = rows, groups, per_group
         self.pair_T2D = pair
-        """The residual stream beside its negative; see `decode.model`."""
+        """The residual stream beside its negative; see `decode.forward.torch`."""
         self.x_TD = pair[:, :width]
         self.mirror_TD = pair[:, width:]
         self.qkv_TW = qkv

@@ -6,7 +6,7 @@ side by side, the two router rows folded into their difference. Nothing here is 
 any number of sequences may share one `DecoderParams`.
 
 Shapes: D width, Q query features, K key (= value) features, F MLP width, R router width, A adapter
-width, V vocabulary rows. A norm gain is stored twice in a row (2D), as `decode.model`
+width, V vocabulary rows. A norm gain is stored twice in a row (2D), as `decode.forward.torch`
 wants it.
 """
 
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle
+from nvium_titan.bundle.quantization import dequantize, quantize_int8
 from nvium_titan.core.mixture import at_least_float32
 from nvium_titan.errors import BundleError
-from nvium_titan.quantization import dequantize, quantize_int8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nvium_titan.decode.block_model import BlockModel, Group, TokenRun
 from nvium_titan.decode.deferred import (
     DECODE_BUCKETS,
     PREFILL_BUCKETS,
     FilledCounts,
     bucket_rows,
 )
+from nvium_titan.decode.forward.base import BlockModel, Group, TokenRun
 from nvium_titan.decode.kv_cache import SequenceBuffers, WorkSpace
 from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits, NeedToken
 from nvium_titan.decode.params import DecoderParams

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from nvium_titan.decode.results import Generation, GenerationResult
 from nvium_titan.errors import PromptError
-from nvium_titan.text_stream import TextStream
+from nvium_titan.text.stream import TextStream
 
 
 class TextResult(NamedTuple):

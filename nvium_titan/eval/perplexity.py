@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nvium_titan.data.documents import Rejected, open_files
 from nvium_titan.decode import Engine
 from nvium_titan.errors import DataError, PromptError
-from nvium_titan.results import ModePerplexity, PerplexityResult
-from nvium_titan.tokenizer import Tokenizer
+from nvium_titan.report.records import ModePerplexity, PerplexityResult
+from nvium_titan.text.documents import Rejected, open_files
+from nvium_titan.text.tokenizer import Tokenizer
 
 
 class EncodedDocument(NamedTuple):

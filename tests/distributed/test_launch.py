@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nvium_titan.results import read_metrics
+from nvium_titan.report.records import read_metrics
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 DEBUG = TOOLS.parent / "train_configs" / "debug.toml"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from nvium_titan.convert.export import load_native_tensors, read_step_folder
-from nvium_titan.tokenizer import ByteTokenizer
+from nvium_titan.text.tokenizer import ByteTokenizer
 from tests.helpers.layouts import (
     decoded_logits,
     decoder_of,

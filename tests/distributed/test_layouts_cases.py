@@ -11,8 +11,8 @@ import pytest
 import tomli_w
 import torch
 
-from nvium_titan.controller import ControllerConfig, next_beta
 from nvium_titan.convert.export import load_native_tensors, read_step_folder
+from nvium_titan.train.controller import ControllerConfig, next_beta
 from tests.helpers.layouts import largest_deviations, rank_steps, train_layouts
 from tests.helpers.runs import rows_of, tiny_settings, train_here
 

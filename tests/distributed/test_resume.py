@@ -15,8 +15,8 @@ from subprocess import Popen, TimeoutExpired
 
 import pytest
 
-from nvium_titan.results import MetricsRow
-from nvium_titan.step_folders import finished_folders, is_finished, step_of
+from nvium_titan.convert.step_folders import finished_folders, is_finished, step_of
+from nvium_titan.report.records import MetricsRow
 from tests.helpers.runs import (
     rows_of,
     start_torchrun,

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from nvium_titan.data.datasets import TextDataLoader
-from nvium_titan.trainer import NviumTrainer
+from nvium_titan.train.data.datasets import TextDataLoader
+from nvium_titan.train.trainer import NviumTrainer
 from tests.helpers.runs import rows_of, train_here, write_toml
 
 pytestmark = pytest.mark.e2e

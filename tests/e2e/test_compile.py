@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from nvium_titan.trainer import NviumTrainer
+from nvium_titan.train.trainer import NviumTrainer
 from tests.helpers.runs import rows_of, train_here, write_toml
 
 pytestmark = pytest.mark.e2e

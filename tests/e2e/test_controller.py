@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nvium_titan.controller import ControllerConfig, next_beta
+from nvium_titan.train.controller import ControllerConfig, next_beta
 from tests.helpers.runs import rows_of, train_here, write_toml
 
 pytestmark = pytest.mark.e2e

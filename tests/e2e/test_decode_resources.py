@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nvium_titan.decode import DecoderParams, Engine, ScriptedExits
-from nvium_titan.decode.native import build
-from nvium_titan.decode.native.model import NativeModel
+from nvium_titan.decode.forward.native import build
+from nvium_titan.decode.forward.native.model import NativeModel
 from tests.helpers.tiny_decoder import exit_scripts, tiny_config
 
 pytestmark = pytest.mark.e2e

@@ -19,7 +19,9 @@ has_torchao = importlib.util.find_spec("torchao") is not None
 def test_float8_without_torchao_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nvium_titan.model.float8.importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setattr(
+        "nvium_titan.train.model.float8.importlib.util.find_spec", lambda _name: None
+    )
     assert train_here(write_toml(tmp_path, float8={"enable": True})) == 2
     assert "pip install 'nvium-titan[float8]'" in capfd.readouterr().err
 

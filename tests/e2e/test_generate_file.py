@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nvium_titan.bundle import write_bundle
-from nvium_titan.tokenizer import ByteTokenizer
+from nvium_titan.text.tokenizer import ByteTokenizer
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 
 

@@ -10,9 +10,9 @@ import pytest
 import tomli
 from torch import Tensor
 
-from nvium_titan import loss as loss_module
 from nvium_titan.bundle import read_bundle
 from nvium_titan.convert.export import export_checkpoint
+from nvium_titan.train import loss as loss_module
 from tests.helpers.runs import rows_of, train_here, write_toml
 
 pytestmark = pytest.mark.e2e
@@ -227,7 +227,7 @@ def test_the_phases_change_without_recompiling(
     import torch
     from torch._dynamo.utils import counters
 
-    from nvium_titan.trainer import NviumTrainer
+    from nvium_titan.train.trainer import NviumTrainer
 
     graphs = []
     train_step = NviumTrainer.train_step
@@ -281,7 +281,7 @@ def test_ctrl_c_saves_the_step_at_hand_and_the_run_goes_on_from_there(
     import os
     import signal
 
-    from nvium_titan.trainer import NviumTrainer
+    from nvium_titan.train.trainer import NviumTrainer
 
     toml = write_toml(tmp_path, training={"steps": 5}, checkpoint={"interval": 100})
     train_step = NviumTrainer.train_step

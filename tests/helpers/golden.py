@@ -14,9 +14,9 @@ from torchtitan.models.common import ComplexRoPE
 from nvium_titan.bundle import Bundle, BundleConfig, read_bundle
 from nvium_titan.convert.layout import to_native
 from nvium_titan.convert.reference import import_reference
-from nvium_titan.flops import ModelDims
-from nvium_titan.model import model_spec
-from nvium_titan.model.model import NviumModel
+from nvium_titan.core.cost import ModelDims
+from nvium_titan.train.model import model_spec
+from nvium_titan.train.model.model import NviumModel
 
 MODELS = ("nvium_mha", "nvium_gqa", "nvium_uneven")
 

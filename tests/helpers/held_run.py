@@ -18,12 +18,12 @@ HELD_S = 300
 
 def main() -> int:
     """Put the stop into the writer of checkpoints, then train."""
-    from nvium_titan.compat import use_cpu_without_accelerator
+    from nvium_titan.train.compat import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from nvium_titan import train
+    from nvium_titan.train import launch as train
 
     rank, step, place = os.environ["HOLD"].split()
     write_data = FileSystemWriter.write_data

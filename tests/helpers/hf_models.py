@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nvium_titan.tokenizer import ByteTokenizer
+from nvium_titan.text.tokenizer import ByteTokenizer
 
 
 def save_tiny_llama(folder: Path, *, max_shard_size: str = "5GB", **changes: Any) -> Any:

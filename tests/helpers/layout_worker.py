@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from nvium_titan.compat import use_cpu_without_accelerator
+from nvium_titan.train.compat import use_cpu_without_accelerator
 
 Steps = list[dict[str, float]]
 
@@ -54,8 +54,8 @@ def live_bytes() -> int:
 
 def keep_validated() -> dict[str, list[torch.Tensor]]:
     """Return what validations see from now on: token ids a batch, the rest a chunk of the loss."""
-    from nvium_titan.loss import MixtureLoss
-    from nvium_titan.validator import NviumValidator
+    from nvium_titan.train.loss import MixtureLoss
+    from nvium_titan.train.validator import NviumValidator
 
     kept: dict[str, list[torch.Tensor]] = {"ids_BT": [], "logits_NCV": [], "routers_JBC": []}
     validate, chunk_loss = NviumValidator.validate, MixtureLoss._chunk_loss
@@ -89,8 +89,8 @@ def keep_validated() -> dict[str, list[torch.Tensor]]:
 
 def main() -> None:
     use_cpu_without_accelerator()
-    from nvium_titan import train
-    from nvium_titan.trainer import NviumTrainer
+    from nvium_titan.train import launch as train
+    from nvium_titan.train.trainer import NviumTrainer
 
     rank = os.environ["RANK"]
     folder: list[Path] = []

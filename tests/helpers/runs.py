@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from nvium_titan import cli, train
-from nvium_titan.results import MetricsRow, read_metrics
+from nvium_titan import cli
+from nvium_titan.report.records import MetricsRow, read_metrics
+from nvium_titan.train import launch as train
 
 LINE = "the quick brown fox jumps over the lazy dog, and {n} more dogs look on.\n"
 

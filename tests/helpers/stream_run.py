@@ -27,14 +27,14 @@ def documents(shards: list[int], kind: str) -> Iterator[dict[str, str]]:
 
 def main() -> int:
     """Register the stream, then train."""
-    from nvium_titan.compat import use_cpu_without_accelerator
+    from nvium_titan.train.compat import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
     from datasets import IterableDataset
     from torchtitan.hf_datasets import DatasetConfig, text_datasets
 
-    from nvium_titan import train
-    from nvium_titan.data import sources
+    from nvium_titan.train import launch as train
+    from nvium_titan.train.data import sources
 
     sources.RETRY_WAITS_S = (0.05, 0.1)
     kind = os.environ["STREAM"]

@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nvium_titan.decode.graph import triton_kernels as kernels
+from nvium_titan.decode.forward.graphs import triton_kernels as kernels
 
 CAPABILITIES = (80, 90)
 WIDTH, RANK = 1536, 1016

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from nvium_titan.decode.graph.fused import TritonJunction, draw_in_triton
+from nvium_titan.decode.forward.graphs.fused import TritonJunction, draw_in_triton
 from nvium_titan.decode.params import DecoderParams
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 

@@ -25,9 +25,9 @@ from nvium_titan.decode import (
     SamplingParams,
     ScriptedExits,
 )
-from nvium_titan.decode.graph import capture
-from nvium_titan.decode.graph.capture import CudaGraphs, FakeGraphs
-from nvium_titan.decode.graph.model import LAUNCHES_PER_TOKEN, GraphModel, run_layer
+from nvium_titan.decode.forward.graphs import capture
+from nvium_titan.decode.forward.graphs.capture import CudaGraphs, FakeGraphs
+from nvium_titan.decode.forward.graphs.model import LAUNCHES_PER_TOKEN, GraphModel, run_layer
 from nvium_titan.decode.runner import BlockRunner, slots_for
 from nvium_titan.errors import DependencyError
 from tests.helpers.reference import assert_cache_equals

@@ -21,12 +21,12 @@ from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle, writ
 from nvium_titan.convert.export import bundle_config
 from nvium_titan.convert.hf import NEW_ROUTER_LOGIT, grow_junctions, import_hf, read_hf
 from nvium_titan.convert.layout import names_of, to_bundle
+from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.flavors import flavor_dims
 from nvium_titan.decode import Engine, SamplingParams
 from nvium_titan.errors import BundleError, ConfigError, TokenizerError
-from nvium_titan.flavors import flavor_dims
-from nvium_titan.flops import ModelDims
-from nvium_titan.model import model_spec
-from nvium_titan.tokenizer import ByteTokenizer
+from nvium_titan.text.tokenizer import ByteTokenizer
+from nvium_titan.train.model import model_spec
 from tests.helpers.hf_models import save_tiny_llama
 from tests.helpers.reference import reference_forward
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from nvium_titan.bundle import BundleConfig
+from nvium_titan.bundle.quantization import dequantize, quantize_int8
 from nvium_titan.decode import (
     DecoderParams,
     DecodeState,
@@ -25,10 +26,9 @@ from nvium_titan.decode import (
     SamplingParams,
     ScriptedExits,
 )
-from nvium_titan.decode.block_model import Group
-from nvium_titan.decode.model import DecoderModel
-from nvium_titan.decode.native.model import NativeModel
-from nvium_titan.quantization import dequantize, quantize_int8
+from nvium_titan.decode.forward.base import Group
+from nvium_titan.decode.forward.native.model import NativeModel
+from nvium_titan.decode.forward.torch import DecoderModel
 from tests.helpers.reference import reference_forward
 from tests.helpers.tiny_decoder import exit_scripts, lively_tensors, tiny_config
 

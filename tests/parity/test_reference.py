@@ -26,9 +26,9 @@ from nvium_titan.convert.layout import to_bundle
 from nvium_titan.convert.reference import export_reference
 from nvium_titan.core.mixture import exit_log_probs, mixture_log_prob
 from nvium_titan.decode import DecoderParams, Engine
-from nvium_titan.loss import MixtureLoss
-from nvium_titan.metrics import MixtureMetrics
-from nvium_titan.model.model import NviumModel
+from nvium_titan.train.loss import MixtureLoss
+from nvium_titan.train.metrics import MixtureMetrics
+from nvium_titan.train.model.model import NviumModel
 from tests.helpers.golden import (
     MODELS,
     import_golden,

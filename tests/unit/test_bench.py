@@ -21,14 +21,14 @@ from nvium_titan.bench.measure import (
 )
 from nvium_titan.bench.models import BenchModel, check_dtypes
 from nvium_titan.bench.ours import PARTS, EngineSystem, split_time
-from nvium_titan.bench.report import BenchReport, DtypeFigures, read_report, to_json
 from nvium_titan.bench.specbench import Answerer, Question, read_questions, run_questions
 from nvium_titan.bench.statistics import paired_ratio, quartiles
 from nvium_titan.bench.system import Timing
+from nvium_titan.core.cost import ModelDims, count_params, limit_speedup
+from nvium_titan.core.flavors import flavor_dims, shape_dims
 from nvium_titan.decode import SampledRouter, ScriptedExits
 from nvium_titan.errors import BenchError, DataError
-from nvium_titan.flavors import flavor_dims, shape_dims
-from nvium_titan.flops import ModelDims, count_params, limit_speedup
+from nvium_titan.report.bench_records import BenchReport, DtypeFigures, read_report, to_json
 
 SHARES = (0.35, 0.2, 0.15, 0.3)
 
@@ -314,7 +314,7 @@ def test_another_file_is_no_report(text: str, tmp_path: Path) -> None:
 
 def test_the_chart_shows_every_system_and_the_limit(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from nvium_titan.plots.bench import plot_bench
+    from nvium_titan.report.bench_figures import plot_bench
 
     out = tmp_path / "bench.png"
     plot_bench(report_of(run(comparison(with_twin=True))), out)

@@ -11,10 +11,10 @@ import pytest
 
 from nvium_titan import cli
 from nvium_titan.bench.ours import EngineSystem
-from nvium_titan.bench.report import read_report
 from nvium_titan.bench.system import Timing
 from nvium_titan.bundle import write_bundle
-from nvium_titan.tokenizer import ByteTokenizer
+from nvium_titan.report.bench_records import read_report
+from nvium_titan.text.tokenizer import ByteTokenizer
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 
 SMALL = ["--pairs", "2", "--prompt-tokens", "4", "--new-tokens", "11"]

@@ -15,9 +15,9 @@ from nvium_titan.bench.graphs.exactness import Exactness, check_exactness
 from nvium_titan.bench.graphs.modes import graphs_of, in_mode
 from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.workload import Workload
+from nvium_titan.core.flavors import shape_dims
 from nvium_titan.decode import Engine
-from nvium_titan.decode.graph import model as graph_model
-from nvium_titan.flavors import shape_dims
+from nvium_titan.decode.forward.graphs import model as graph_model
 
 SHARES = (0.35, 0.2, 0.15, 0.3)
 WORK = Workload(prompt_tokens=3, new_tokens=11, num_pairs=1, seed=0)

@@ -13,9 +13,9 @@ from nvium_titan import cli
 from nvium_titan.bench.machine import peak_flops
 from nvium_titan.bench.training import TrainComparison, TrainingSystem, run_pairs, step_ratios
 from nvium_titan.config_registry import config_files
-from nvium_titan.flavors import dense_twin, flavor_dims
-from nvium_titan.flops import count_params, forward_flops
-from nvium_titan.loss import MixtureLoss
+from nvium_titan.core.cost import count_params, forward_flops
+from nvium_titan.core.flavors import dense_twin, flavor_dims
+from nvium_titan.train.loss import MixtureLoss
 
 DEBUG = config_files()["debug"]
 WORDS = ["bench", "train", "--config-file", str(DEBUG), "--seq-len", "32", "--pairs", "2"]

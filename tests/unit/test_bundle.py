@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle, write_bundle
 from nvium_titan.errors import BundleError, TokenizerError
-from nvium_titan.tokenizer import ByteTokenizer
+from nvium_titan.text.tokenizer import ByteTokenizer
 
 
 def make_config(**changes: Any) -> BundleConfig:

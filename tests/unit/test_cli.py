@@ -13,7 +13,7 @@ import torch
 from nvium_titan import cli
 from nvium_titan.bundle import BundleConfig, write_bundle
 from nvium_titan.cli import generate
-from nvium_titan.tokenizer import load_tokenizer
+from nvium_titan.text.tokenizer import load_tokenizer
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 
 

@@ -16,7 +16,7 @@ from nvium_titan import cli
 from nvium_titan.bundle import write_bundle
 from nvium_titan.decode import Noise, SamplingParams
 from nvium_titan.decode.runner import BlockRunner
-from nvium_titan.tokenizer import ByteTokenizer
+from nvium_titan.text.tokenizer import ByteTokenizer
 from tests.helpers.reference import reference_forward
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 

@@ -13,7 +13,7 @@ from nvium_titan import cli
 from nvium_titan.bundle import write_bundle
 from nvium_titan.cli.prompts import read_prompts
 from nvium_titan.errors import PromptError
-from nvium_titan.tokenizer import ByteTokenizer
+from nvium_titan.text.tokenizer import ByteTokenizer
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 
 CONFIG = tiny_config(vocab_size=264, max_positions=64)

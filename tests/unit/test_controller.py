@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nvium_titan.controller import Baseline, ControllerConfig, next_beta
 from nvium_titan.errors import ConfigError, DataError
+from nvium_titan.train.controller import Baseline, ControllerConfig, next_beta
 
 
 @pytest.mark.parity

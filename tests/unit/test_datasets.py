@@ -14,13 +14,13 @@ import torch
 from datasets import Dataset, load_dataset
 from torchtitan.hf_datasets import DatasetConfig, text_datasets
 
-from nvium_titan.config import load_config
-from nvium_titan.data.datasets import IGNORED_LABEL, TextDataLoader
-from nvium_titan.data.documents import PIECE_BYTES, Document, Rejected, open_files, split_of
-from nvium_titan.data.python_docs import MIN_CHARS, python_docs
-from nvium_titan.data.tokenizers import TextTokenizer
 from nvium_titan.errors import ConfigError, DataError, TokenizerError
-from nvium_titan.tokenizer import ByteTokenizer, check_vocabulary
+from nvium_titan.text.documents import PIECE_BYTES, Document, Rejected, open_files, split_of
+from nvium_titan.text.tokenizer import ByteTokenizer, check_vocabulary
+from nvium_titan.train.config import load_config
+from nvium_titan.train.data.datasets import IGNORED_LABEL, TextDataLoader
+from nvium_titan.train.data.python_docs import MIN_CHARS, python_docs
+from nvium_titan.train.data.tokenizers import TextTokenizer
 
 BOS, EOS = ByteTokenizer.bos_id, ByteTokenizer.eos_id
 

@@ -27,7 +27,7 @@ from nvium_titan.decode.choice import is_decided
 from nvium_titan.decode.policy import sigmoid
 from nvium_titan.decode.sampling import choose, filtered_logits, gumbel_noise, uniform
 from nvium_titan.errors import PromptError
-from nvium_titan.tokenizer import ByteTokenizer
+from nvium_titan.text.tokenizer import ByteTokenizer
 from tests.helpers.reference import reference_forward
 from tests.helpers.statistics import chi_square_p
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvium_titan import train
-from nvium_titan.config import load_config
 from nvium_titan.config_registry import config_files
-from nvium_titan.dry_run import DryRun, dry_run
+from nvium_titan.core.cost import count_params
+from nvium_titan.core.flavors import flavor_dims
 from nvium_titan.errors import ConfigError
-from nvium_titan.flavors import flavor_dims
-from nvium_titan.flops import count_params
-from nvium_titan.trainer import NviumTrainer
+from nvium_titan.train import launch as train
+from nvium_titan.train.config import load_config
+from nvium_titan.train.dry_run import DryRun, dry_run
+from nvium_titan.train.trainer import NviumTrainer
 
 FILES = config_files()
 H200_BYTES = 139 * 2**30

@@ -15,12 +15,12 @@ import torch.distributed.checkpoint as dcp
 from nvium_titan.bundle import read_bundle
 from nvium_titan.convert.export import SETTINGS_KEY, export_checkpoint
 from nvium_titan.convert.layout import to_native, to_rotate_half
+from nvium_titan.convert.step_folders import find_step_folder
+from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.flavors import flavor_dims
 from nvium_titan.errors import CheckpointError
-from nvium_titan.flavors import flavor_dims
-from nvium_titan.flops import ModelDims
-from nvium_titan.model import model_spec
-from nvium_titan.results import MetricsRow
-from nvium_titan.step_folders import find_step_folder
+from nvium_titan.report.records import MetricsRow
+from nvium_titan.train.model import model_spec
 
 
 def settings_of(dims: ModelDims) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nvium_titan.core.cost import count_params, forward_flops, limit_speedup, weights_read_per_token
+from nvium_titan.core.flavors import dense_twin, flavor_dims, flavor_names
 from nvium_titan.errors import ConfigError
-from nvium_titan.flavors import dense_twin, flavor_dims, flavor_names
-from nvium_titan.flops import count_params, forward_flops, limit_speedup, weights_read_per_token
-from nvium_titan.model import model_registry
+from nvium_titan.train.model import model_registry
 
 # N-vium (arXiv:2605.13190), Table 2 (millions) to the digits the authors' code gives, and App. G.
 TABLE_2 = {
@@ -84,7 +84,7 @@ def test_count_equals_the_built_model(flavor: str) -> None:
 
 
 def test_count_with_a_tied_head_equals_the_built_model() -> None:
-    from nvium_titan.model import model_spec
+    from nvium_titan.train.model import model_spec
 
     dims = dataclasses.replace(flavor_dims("debug"), tie_embeddings=True)
     with torch.device("meta"):

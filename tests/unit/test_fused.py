@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvium_titan.decode.graph.capture import FakeGraphs
-from nvium_titan.decode.graph.fused import (
+from nvium_titan.decode.forward.graphs.capture import FakeGraphs
+from nvium_titan.decode.forward.graphs.fused import (
     JunctionResult,
     TorchJunction,
     TritonJunction,
@@ -29,7 +29,7 @@ from nvium_titan.decode.graph.fused import (
     draw_token,
     has_kernels,
 )
-from nvium_titan.decode.model import DecoderModel
+from nvium_titan.decode.forward.torch import DecoderModel
 from nvium_titan.decode.sampling import Noise, SamplingParams, filter_limits
 from tests.helpers.triton_worker import tiny_params
 

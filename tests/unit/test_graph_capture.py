@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvium_titan.decode.graph.capture import CaptureError, FakeGraphs
+from nvium_titan.decode.forward.graphs.capture import CaptureError, FakeGraphs
 
 X_4 = torch.tensor([1.0, 2.0, 3.0, 4.0])
 

@@ -11,10 +11,10 @@ from torchtitan.config import TrainingConfig
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
+from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.flavors import flavor_dims
 from nvium_titan.errors import ConfigError
-from nvium_titan.flavors import flavor_dims
-from nvium_titan.flops import ModelDims
-from nvium_titan.model.layout import check_layout
+from nvium_titan.train.model.layout import check_layout
 from tests.helpers.runs import train_here, write_toml
 
 DIMS = flavor_dims("debug")  # 6 layers, 4 heads

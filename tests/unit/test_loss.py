@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nvium_titan.core.mixture import exit_log_probs, expected_depth, mixture_log_prob
-from nvium_titan.core.objective import phase_weights, token_terms
+from nvium_titan.core.shape import ExitPlan
 from nvium_titan.errors import ConfigError
-from nvium_titan.exit_plan import ExitPlan
-from nvium_titan.loss import MixtureLoss, _LabelNll
-from nvium_titan.metrics import MixtureMetrics
+from nvium_titan.train.loss import MixtureLoss, _LabelNll
+from nvium_titan.train.metrics import MixtureMetrics
+from nvium_titan.train.objective import phase_weights, token_terms
 
 PLAN = ExitPlan(num_layers=6, exit_layers=(1, 3))
 WIDTH, VOCAB = 8, 11

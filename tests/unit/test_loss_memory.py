@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from nvium_titan.bench.memory import LiveBytes
 from nvium_titan.bench.training import loss_peak_bytes, make_loss
-from nvium_titan.flavors import flavor_dims
-from nvium_titan.flops import ModelDims
-from nvium_titan.loss import MixtureLoss
+from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.train.loss import MixtureLoss
 
 VOCAB = 32000
 WIDTH = 32

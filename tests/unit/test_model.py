@@ -10,15 +10,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nvium_titan.config.tables import ModelTable, NviumTable, resolve_dims
 from nvium_titan.convert.layout import names_of, to_interleaved, to_rotate_half
 from nvium_titan.convert.names import native_to_hf
+from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.core.shape import ExitPlan, resolve_exit_plan
 from nvium_titan.errors import ConfigError
-from nvium_titan.exit_plan import ExitPlan, resolve_exit_plan
-from nvium_titan.flavors import flavor_dims
-from nvium_titan.flops import ModelDims
-from nvium_titan.model import model_spec
-from nvium_titan.model.model import NviumModel
+from nvium_titan.train.config.tables import ModelTable, NviumTable, resolve_dims
+from nvium_titan.train.model import model_spec
+from nvium_titan.train.model.model import NviumModel
 
 
 def build(dims: ModelDims, *, seed: int = 0) -> NviumModel:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nvium_titan.decode import DecoderParams, Engine
-from nvium_titan.decode.model import DecoderModel
-from nvium_titan.decode.native.build import load_library
-from nvium_titan.decode.native.model import NativeModel
+from nvium_titan.decode.forward.native.build import load_library
+from nvium_titan.decode.forward.native.model import NativeModel
+from nvium_titan.decode.forward.torch import DecoderModel
 from nvium_titan.errors import DependencyError
 from tests.helpers.tiny_decoder import tiny_config
 

@@ -9,10 +9,10 @@ import re
 import pytest
 import torch
 
+from nvium_titan.core.flavors import flavor_dims
 from nvium_titan.errors import ConfigError
-from nvium_titan.flavors import flavor_dims
-from nvium_titan.model.build import build_model_config
-from nvium_titan.optimizer import AdamW, LRSchedule
+from nvium_titan.train.model.build import build_model_config
+from nvium_titan.train.optimizer import AdamW, LRSchedule
 
 
 def learning_rates(steps: int, **settings: object) -> list[float]:

@@ -14,7 +14,7 @@ from nvium_titan.bundle import BundleConfig, write_bundle
 from nvium_titan.decode import Engine, SamplingParams
 from nvium_titan.decode.params import random_tensors
 from nvium_titan.errors import BenchError
-from nvium_titan.tokenizer import ByteTokenizer
+from nvium_titan.text.tokenizer import ByteTokenizer
 
 PACKAGES = {
     "hf": ["transformers"],

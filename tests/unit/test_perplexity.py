@@ -25,7 +25,7 @@ from nvium_titan.eval.perplexity import (
     score_documents,
     sliding_windows,
 )
-from nvium_titan.tokenizer import ByteTokenizer
+from nvium_titan.text.tokenizer import ByteTokenizer
 from tests.helpers.reference import reference_forward
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from nvium_titan import cli
 from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle, write_bundle
-from nvium_titan.bundle_config import stored_bytes, stored_tensors
+from nvium_titan.bundle.config import stored_bytes, stored_tensors
+from nvium_titan.bundle.quantization import dequantize, int8_scales, is_quantized, quantize_int8
 from nvium_titan.convert.export import quantize_bundle
 from nvium_titan.convert.load import load_model
+from nvium_titan.core.flavors import flavor_dims
 from nvium_titan.decode import DecoderParams, Engine
 from nvium_titan.errors import BundleError
-from nvium_titan.flavors import flavor_dims
-from nvium_titan.quantization import dequantize, int8_scales, is_quantized, quantize_int8
-from nvium_titan.tokenizer import ByteTokenizer
+from nvium_titan.text.tokenizer import ByteTokenizer
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 from tests.unit.test_export import write_checkpoint
 

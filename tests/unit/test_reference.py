@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from nvium_titan import cli
 from nvium_titan.bundle import read_bundle, write_bundle
 from nvium_titan.convert.reference import export_reference, find_experiment, import_reference
+from nvium_titan.core.flavors import flavor_dims
 from nvium_titan.errors import BundleError, TokenizerError
-from nvium_titan.flavors import flavor_dims
-from nvium_titan.tokenizer import load_tokenizer
+from nvium_titan.text.tokenizer import load_tokenizer
 from tests.helpers.golden import load_json, save_word_tokenizer
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 from tests.unit.test_export import write_checkpoint

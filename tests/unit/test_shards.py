@@ -18,11 +18,13 @@ import pytest
 from datasets import IterableDataset
 
 from nvium_titan import cli
-from nvium_titan.data import parquet
-from nvium_titan.data.datasets import TextDataLoader
-from nvium_titan.data.documents import Document, Rejected, open_files
-from nvium_titan.data.prepare import prepare
-from nvium_titan.data.shards import (
+from nvium_titan.errors import ConfigError, DataError, DependencyError, TokenizerError
+from nvium_titan.text.documents import Document, Rejected, open_files
+from nvium_titan.text.tokenizer import ByteTokenizer
+from nvium_titan.train.data import parquet
+from nvium_titan.train.data.datasets import TextDataLoader
+from nvium_titan.train.data.prepare import prepare
+from nvium_titan.train.data.shards import (
     Manifest,
     Plan,
     ShardStore,
@@ -30,8 +32,6 @@ from nvium_titan.data.shards import (
     write_manifest,
     write_shard,
 )
-from nvium_titan.errors import ConfigError, DataError, DependencyError, TokenizerError
-from nvium_titan.tokenizer import ByteTokenizer
 from tests.unit.test_datasets import make_loader, register, rows, write_rows
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from nvium_titan.errors import TokenizerError
-from nvium_titan.tokenizer import (
+from nvium_titan.text.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import pytest
 import tyro
 
-from nvium_titan.config.toml import load_config, save_config
 from nvium_titan.errors import ConfigError
+from nvium_titan.train.config.toml import load_config, save_config
 
 
 @dataclass(kw_only=True, slots=True)

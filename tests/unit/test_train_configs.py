@@ -14,13 +14,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import ConfigManager
 
-from nvium_titan import config_registry, train
-from nvium_titan.config import dump_config, load_config, save_config
+from nvium_titan import config_registry
 from nvium_titan.config_registry import config_files
+from nvium_titan.core.cost import count_params
+from nvium_titan.core.flavors import flavor_dims, flavor_names
 from nvium_titan.errors import CheckpointError, ConfigError
-from nvium_titan.flavors import flavor_dims, flavor_names
-from nvium_titan.flops import count_params
-from nvium_titan.trainer import NviumTrainer
+from nvium_titan.train import launch as train
+from nvium_titan.train.config import dump_config, load_config, save_config
+from nvium_titan.train.trainer import NviumTrainer
 
 FILES = config_files()
 DEBUG = FILES["debug"]

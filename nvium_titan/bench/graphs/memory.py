@@ -12,7 +12,7 @@ from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.workload import Workload
 from nvium_titan.decode import Engine, ScriptedExits
 from nvium_titan.decode.deferred import PREFILL_BUCKETS
-from nvium_titan.decode.graph.model import MAX_TOKEN_GRAPHS
+from nvium_titan.decode.forward.graphs.model import MAX_TOKEN_GRAPHS
 
 _POOL_GROWTH = 1.02
 """Memory may grow by so much behind the second round of requests: the allocator's fragments."""

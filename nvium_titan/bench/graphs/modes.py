@@ -6,7 +6,7 @@ import copy
 from typing import Literal
 
 from nvium_titan.decode import Engine
-from nvium_titan.decode.graph.model import GraphModel
+from nvium_titan.decode.forward.graphs.model import GraphModel
 
 Mode = Literal["blocks", "tokens", "ahead"]
 """A graph per block with a host read at every junction; a graph per token; the same, the next token

@@ -16,11 +16,11 @@ from nvium_titan.bench.machine import wait_for
 from nvium_titan.bench.measure import interleave
 from nvium_titan.bench.models import WEIGHT_BYTES, BenchModel
 from nvium_titan.bench.ours import EngineSystem
-from nvium_titan.bench.report import Quartiles, Ratio
 from nvium_titan.bench.statistics import paired_ratio, quartiles
 from nvium_titan.bench.workload import Workload
+from nvium_titan.core.cost import limit_speedup, weights_read_per_token
 from nvium_titan.decode import Engine, ExitPolicy, SampledRouter
-from nvium_titan.flops import limit_speedup, weights_read_per_token
+from nvium_titan.report.bench_records import Quartiles, Ratio
 
 _COPIES = 11
 

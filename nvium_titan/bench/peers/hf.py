@@ -13,7 +13,7 @@ import transformers
 
 from nvium_titan.bench.peers.peer import Peer
 from nvium_titan.bundle import Bundle
-from nvium_titan.bundle_config import DTYPES
+from nvium_titan.bundle.config import DTYPES
 
 
 class TransformersPeer(Peer):

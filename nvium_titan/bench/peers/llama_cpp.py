@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nvium_titan.bench.peers.peer import Peer, token_words
 from nvium_titan.bundle import Bundle
-from nvium_titan.bundle_config import BundleConfig
+from nvium_titan.bundle.config import BundleConfig
 from nvium_titan.errors import BenchError
 
 _TYPES = {

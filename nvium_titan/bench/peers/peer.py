@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 
 from nvium_titan.bench.system import Timing
 from nvium_titan.bundle import Bundle
-from nvium_titan.bundle_config import CONFIG_FILE
+from nvium_titan.bundle.config import CONFIG_FILE
 from nvium_titan.errors import BenchError
 
 

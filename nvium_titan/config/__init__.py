@@ -1,5 +1,0 @@
-"""Settings: TOML files and command-line flags onto typed, strict dataclasses."""
-
-from nvium_titan.config.toml import dump_config, load_config, save_config
-
-__all__ = ["dump_config", "load_config", "save_config"]

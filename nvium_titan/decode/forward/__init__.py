@@ -1,0 +1,1 @@
+"""What computes: one protocol, and its three forwards (torch, CUDA graphs, native kernels)."""

@@ -1,0 +1,1 @@
+"""Records of runs, evaluations and benchmarks, and the figures drawn from them. Never torch."""

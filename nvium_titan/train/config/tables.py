@@ -1,0 +1,133 @@
+"""The tables `[model]`, `[nvium]` and `[float8]`: a shape, and the type of its products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.flavors import flavor_dims, router_dim_of
+from nvium_titan.core.shape import resolve_exit_plan
+from nvium_titan.errors import ConfigError
+
+Trainable = Literal["all", "junctions"]
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelTable:
+    """Table `[model]`: a named size, and any of its numbers changed."""
+
+    flavor: str = "debug"
+    """Named size to start from; `nvium info --list` shows them."""
+    vocab_size: int | None = None
+    """Rows of embedding and head; at least the tokenizer's size."""
+    dim: int | None = None
+    """Width of the residual stream."""
+    num_layers: int | None = None
+    """Transformer layers."""
+    num_heads: int | None = None
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads; divides num_heads."""
+    head_dim: int | None = None
+    """Width of a head; default dim / num_heads when either is changed."""
+    ffn_dim: int | None = None
+    """Width of the MLP."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies."""
+    norm_eps: float | None = None
+    """Epsilon of every RMSNorm."""
+    max_seq_len: int | None = None
+    """Longest sequence the model is declared for, tokens; at least training.seq_len."""
+    tie_embeddings: bool | None = None
+    """Whether the head shares the embedding's weight."""
+
+
+@dataclass(kw_only=True, slots=True)
+class NviumTable:
+    """Table `[nvium]`: where the exits are and how wide their parts."""
+
+    num_exits: int | None = None
+    """Exits N_V, the final one included; 1 is the dense transformer."""
+    exit_layers: list[int] | None = None
+    """Layers run before each early exit; left out: the even split."""
+    router_dim: int | None = None
+    """Width of the routers' bottleneck; default 0.66 dim, rounded up to a multiple of 8."""
+    adapter_dim: int | None = None
+    """Width of the adapters; default dim; 0 with num_exits = 1: no adapter, the plain Llama."""
+    trainable: Trainable = "all"
+    """"junctions" trains only the norm, router and adapter of every early exit; the layers and the
+    final exit stay as they were loaded, to the bit."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Float8Table:
+    """Table `[float8]`: matrix products of the layers in float8, through torchao."""
+
+    enable: bool = False
+    """Whether to multiply in float8; needs the extra `float8` and an NVIDIA SM89 or later."""
+    emulate: bool = False
+    """Compute what float8 would give, slowly, on any device; not with [compile]."""
+    skip: list[str] = field(default_factory=lambda: ["lm_head", "junction", "norm.adapter"])
+    """Parts of the names of linear layers that stay as they are; default: head, routers and
+    adapters."""
+
+
+def resolve_dims(model: ModelTable, nvium: NviumTable) -> ModelDims:
+    """Return a flavor's numbers with the two tables applied.
+
+    Args:
+        model: Table `[model]`.
+        nvium: Table `[nvium]`.
+
+    Raises:
+        ConfigError: If the numbers are impossible or disagree.
+    """
+    base = flavor_dims(model.flavor)
+
+    def given(table: Any, key: str, otherwise: Any) -> Any:
+        value = getattr(table, key)
+        return otherwise if value is None else value
+
+    dim = given(model, "dim", base.dim)
+    num_layers = given(model, "num_layers", base.num_layers)
+    num_heads = given(model, "num_heads", base.num_heads)
+    head_dim = model.head_dim
+    if head_dim is None:
+        reshaped = (dim, num_heads) != (base.dim, base.num_heads)
+        if reshaped and dim % num_heads:
+            raise ConfigError(
+                f"num_heads={num_heads} does not divide dim={dim}; fix [model], or give head_dim"
+            )
+        head_dim = dim // num_heads if reshaped else base.head_dim
+    num_kv_heads = model.num_kv_heads
+    if num_kv_heads is None:
+        full = base.num_kv_heads == base.num_heads
+        num_kv_heads = num_heads if full else base.num_kv_heads
+    exit_layers = nvium.exit_layers
+    num_exits = nvium.num_exits
+    if exit_layers is None and num_exits is None and num_layers == base.num_layers:
+        exit_layers = list(base.exit_layers)
+    if num_exits is None:
+        num_exits = len(base.exit_layers if exit_layers is None else exit_layers) + 1
+    plan = resolve_exit_plan(num_layers=num_layers, num_exits=num_exits, exit_layers=exit_layers)
+    default_adapter = dim if base.adapter_dim or plan.exit_layers else 0
+    default_router = (
+        base.router_dim if (base.router_dim and dim == base.dim) else router_dim_of(dim)
+    )
+    return ModelDims(
+        vocab_size=given(model, "vocab_size", base.vocab_size),
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_dim=given(model, "ffn_dim", base.ffn_dim),
+        rope_theta=given(model, "rope_theta", base.rope_theta),
+        norm_eps=given(model, "norm_eps", base.norm_eps),
+        max_seq_len=given(model, "max_seq_len", base.max_seq_len),
+        tie_embeddings=given(model, "tie_embeddings", base.tie_embeddings),
+        exit_layers=plan.exit_layers,
+        router_dim=given(nvium, "router_dim", default_router) if plan.exit_layers else 0,
+        adapter_dim=given(nvium, "adapter_dim", default_adapter),
+    )

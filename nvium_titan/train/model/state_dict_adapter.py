@@ -1,0 +1,29 @@
+"""torchtitan's state-dict adapter: a shell over `convert.layout`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+from nvium_titan.convert.layout import to_bundle, to_native
+from nvium_titan.train.model.model import NviumModel
+
+
+class NviumStateDictAdapter(StateDictAdapter):
+    """Native state dicts to the bundle's names and layout, and back."""
+
+    def __init__(self, model_config: NviumModel.Config, hf_assets_path: str | None) -> None:
+        super().__init__(model_config, hf_assets_path)
+        self._dims = model_config.dims
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the parameters under HF names, q and k in rotate-half layout."""
+        return to_bundle(state_dict, self._dims)
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the parameters under native names, q and k in interleaved layout."""
+        native = to_native(hf_state_dict, self._dims)
+        if self._dims.tie_embeddings and "tok_embeddings.weight" in native:
+            native["lm_head.weight"] = native["tok_embeddings.weight"]
+        return native
