@@ -73,7 +73,7 @@ class Engine:
         if max_owed is not None and max_owed < 1:
             raise PromptError(f"max_owed={max_owed}: must be at least 1")
         self.max_owed = max_owed
-        self.num_exits = config.plan.num_exits
+        self.num_exits = config.shape.num_exits
         if takes_graphs(params, kernels):
             kernels, shapes = "graph", "bucket"
         model = build_model(

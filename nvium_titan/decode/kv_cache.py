@@ -144,7 +144,7 @@ class SequenceBuffers:
             num_slots: Positions to hold, slack for padded rows included.
             work: The work space; its own, or that of its batch.
         """
-        config, plan = params.config, params.config.plan
+        config, plan = params.config, params.config.shape
         groups = config.num_key_value_heads
         self._params = params
         self.num_slots = num_slots

@@ -88,7 +88,7 @@ class BlockRunner:
             model: Has tables for `slots_for` the longest sequence.
             shapes: See `Engine`.
         """
-        plan = params.config.plan
+        plan = params.config.shape
         self.params = params
         self.model = model
         self.shapes = shapes

@@ -74,7 +74,7 @@ class DecoderModel:
         self.token_runner: TokenRunner | None = None
         self.buffer_pool: BufferPool | None = None
         self.blocks = tuple(
-            tuple(params.layers[index] for index in block) for block in config.plan.blocks
+            tuple(params.layers[index] for index in block) for block in config.shape.blocks
         )
         self._width = config.hidden_size
         self._eps = config.rms_norm_eps

@@ -100,7 +100,7 @@ class GraphModel:
         self.exit_state = self._eager.exit_state
         self.logits = self._eager.logits
         self._junctions = [
-            build_junction(self._eager, index) for index in range(config.plan.num_exits - 1)
+            build_junction(self._eager, index) for index in range(config.shape.num_exits - 1)
         ]
         self._compiles = compiles
         self._run_layer = run_layer
@@ -108,7 +108,7 @@ class GraphModel:
             self._run_layer = torch.compile(run_layer, fullgraph=True, dynamic=False)
         self._layers = tuple(
             tuple(_LayerWeights.of(params, index) for index in block)
-            for block in config.plan.blocks
+            for block in config.shape.blocks
         )
         self._scale = config.head_dim**-0.5 if params.is_low_precision else 1.0
         self._slots_S = torch.arange(num_slots, device=device)
@@ -377,7 +377,7 @@ class _StaticInputs:
     """The numbers that differ from launch to launch: one array on the host, one on the device."""
 
     def __init__(self, params: DecoderParams) -> None:
-        num_exits = params.config.plan.num_exits
+        num_exits = params.config.shape.num_exits
         self._num_tokens = params.num_tokens
         num_sent = 7 + num_exits - 1
         host_I = torch.zeros(num_sent + num_exits, dtype=torch.int64)

@@ -152,7 +152,7 @@ class NativeModel:
         )
         ffn = config.intermediate_size
         self._blocks = []
-        for block in config.plan.blocks:
+        for block in config.shape.blocks:
             layers = (_Layer * len(block))()
             for packed, index in zip(layers, block, strict=True):
                 layer = params.layers[index]
