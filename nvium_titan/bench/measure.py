@@ -274,8 +274,8 @@ def _figures(
     ]
     model = comparison.model
     megabytes = {
-        "N-vium": weights_read_per_token(model.dims, shares) * WEIGHT_BYTES[dtype] / 1e6,
-        "dense": weights_read_per_token(model.dense().dims, [1.0]) * WEIGHT_BYTES[dtype] / 1e6,
+        "N-vium": weights_read_per_token(model.shape, shares) * WEIGHT_BYTES[dtype] / 1e6,
+        "dense": weights_read_per_token(model.dense().shape, [1.0]) * WEIGHT_BYTES[dtype] / 1e6,
     }
     # Several sequences share what they read, so that the shares alone give no limit.
     limit = megabytes["dense"] / megabytes["N-vium"] if comparison.batch == 1 else None

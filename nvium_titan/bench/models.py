@@ -19,8 +19,8 @@ from torch import Tensor
 from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle, write_bundle
 from nvium_titan.bundle.quantization import dequantize, quantize_int8
 from nvium_titan.convert.export import bundle_config
-from nvium_titan.core.cost import ModelDims
 from nvium_titan.core.flavors import dense_twin
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.decode import DecoderParams, Engine
 from nvium_titan.decode.forward.choose import Kernels
 from nvium_titan.decode.params import random_tensors
@@ -49,12 +49,12 @@ class BenchModel:
 
     @classmethod
     def random(
-        cls, dims: ModelDims, *, seed: int, device: torch.device | str = "cpu"
+        cls, shape: ModelShape, *, seed: int, device: torch.device | str = "cpu"
     ) -> BenchModel:
         """Return random weights: speed does not depend on them where the exits are forced."""
         device = torch.device(device)
-        tokenizer = _AnyId(dims.vocab_size)
-        config = bundle_config(dims, tokenizer=tokenizer, dtype="float32")
+        tokenizer = _AnyId(shape.vocab_size)
+        config = bundle_config(shape, tokenizer=tokenizer, dtype="float32")
         return cls(
             config=config,
             tokenizer=tokenizer,
@@ -82,9 +82,9 @@ class BenchModel:
         )
 
     @property
-    def dims(self) -> ModelDims:
+    def shape(self) -> ModelShape:
         """The dimensions, for the arithmetic of `flops`."""
-        return self.config.dims
+        return self.config.shape
 
     @property
     def context(self) -> int:
@@ -105,7 +105,7 @@ class BenchModel:
 
     def twin(self, *, seed: int) -> BenchModel:
         """Return the dense model with as many parameters, by a wider MLP, with random weights."""
-        twin = dense_twin(self.dims)
+        twin = dense_twin(self.shape)
         config = dataclasses.replace(self.dense().config, intermediate_size=twin.ffn_dim)
         return dataclasses.replace(
             self,

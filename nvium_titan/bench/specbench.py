@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from nvium_titan.core.cost import ModelDims, limit_speedup
+from nvium_titan.core.cost import limit_speedup
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.decode import Engine
 from nvium_titan.errors import BenchError, DataError
 from nvium_titan.report.bench_records import CategoryFigures, PromptsFigures
@@ -101,7 +102,7 @@ def run_questions(
     tokenizer: Tokenizer,
     questions: Sequence[Question],
     *,
-    dims: ModelDims,
+    shape: ModelShape,
     dtype: str,
     max_new_tokens: int,
     seed: int,
@@ -116,7 +117,7 @@ def run_questions(
         dense: What it is measured against.
         tokenizer: Of both.
         questions: As from `read_questions`.
-        dims: Of N-vium, for the limit.
+        shape: Of N-vium, for the limit.
         dtype: Type computed in, for the record.
         max_new_tokens: Most tokens per prompt; the end token ends an answer before.
         seed: With trial and question it decides every token.
@@ -160,7 +161,7 @@ def run_questions(
         categories=categories,
         ratio=sum(category.ratio for category in categories) / len(categories),
         exit_shares=shares,
-        limit=limit_speedup(dims, shares),
+        limit=limit_speedup(shape, shares),
     )
 
 

@@ -49,7 +49,7 @@ INDEX_FILE = "model.safetensors.index.json"
 PROVENANCE_FILE = "nvium.json"
 
 # A bundle carries this file; it is copied, never imported here.
-_MODELING_SOURCE = Path(__file__).parents[1] / "convert" / "hf_modeling_nvium.py"
+_MODELING_SOURCE = Path(__file__).parent.parent / "convert" / "hf_modeling_nvium.py"
 
 _BUNDLE_FILE = re.compile(
     r"(config|generation_config|nvium|tokenizer|tokenizer_config)\.json|modeling_nvium\.py"

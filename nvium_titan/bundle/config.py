@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from nvium_titan.bundle.quantization import SCALE_SUFFIX, is_quantized
-from nvium_titan.core.cost import ModelDims
-from nvium_titan.core.shape import ExitPlan
+from nvium_titan.core.shape import ModelShape, resolve_exit_layers
 from nvium_titan.errors import BundleError, ConfigError, nearest
 
 CONFIG_FILE = "config.json"
@@ -114,13 +113,17 @@ class BundleConfig:
                 f"{self.quantization!r}; fix {CONFIG_FILE}"
             )
         try:
-            plan = self.plan
+            resolve_exit_layers(
+                num_layers=self.num_hidden_layers,
+                num_exits=len(self.exit_layers) + 1,
+                exit_layers=self.exit_layers,
+            )
         except ConfigError as error:
             raise BundleError(
                 f"exit_layers={list(self.exit_layers)} is impossible with "
                 f"num_hidden_layers={self.num_hidden_layers}; fix {CONFIG_FILE}: {error}"
             ) from error
-        has_routers = plan.num_exits > 1
+        has_routers = bool(self.exit_layers)
         has_adapters = has_routers or self.final_adapter
         for name, wanted in (("router_dim", has_routers), ("adapter_dim", has_adapters)):
             if (getattr(self, name) > 0) != wanted:
@@ -131,9 +134,9 @@ class BundleConfig:
                 )
 
     @property
-    def dims(self) -> ModelDims:
+    def shape(self) -> ModelShape:
         """The dimensions, for the arithmetic of `flops`."""
-        return ModelDims(
+        return ModelShape(
             vocab_size=self.vocab_size,
             dim=self.hidden_size,
             num_layers=self.num_hidden_layers,
@@ -149,11 +152,6 @@ class BundleConfig:
             router_dim=self.router_dim,
             adapter_dim=self.adapter_dim,
         )
-
-    @property
-    def plan(self) -> ExitPlan:
-        """Where the exits are."""
-        return ExitPlan(num_layers=self.num_hidden_layers, exit_layers=self.exit_layers)
 
     @property
     def is_plain_llama(self) -> bool:

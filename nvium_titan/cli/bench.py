@@ -220,7 +220,7 @@ class Bench:
             model = comparison.model
             report = BenchReport(
                 model=str(self.bundle or self.shape),
-                exits=list(model.config.plan.block_ends),
+                exits=list(model.config.shape.block_ends),
                 num_params=model.num_params,
                 forced_shares=_as_list(comparison.forced_shares),
                 prompt_tokens=comparison.prompt_tokens,
@@ -270,7 +270,7 @@ class Bench:
                     entries.append(
                         run_questions(
                             nvium, beside, model.tokenizer, questions,
-                            dims=model.dims, dtype=dtype, max_new_tokens=max_new_tokens,
+                            shape=model.shape, dtype=dtype, max_new_tokens=max_new_tokens,
                             seed=self.seed, on_question=on_question,
                         )
                     )  # fmt: skip
@@ -298,14 +298,14 @@ class Bench:
         from nvium_titan.core.cost import limit_speedup
 
         model = self._model()
-        num_exits = model.config.plan.num_exits
+        num_exits = model.config.shape.num_exits
         shares = None
         if self.exit_probs is not None:
             shares = _parse_shares(self.exit_probs)
         elif self.shape is not None:
             shares = (1 / num_exits,) * num_exits
         if shares is not None:
-            limit_speedup(model.dims, shares)  # checks their number and sum
+            limit_speedup(model.shape, shares)  # checks their number and sum
         new_tokens = _NEW_TOKENS if self.new_tokens is None else self.new_tokens
         if self.prompt_tokens + new_tokens > model.context:
             raise BenchError(
@@ -333,7 +333,7 @@ class Bench:
 
     def _model(self) -> BenchModel:
         from nvium_titan.bench.models import BenchModel
-        from nvium_titan.core.flavors import shape_dims
+        from nvium_titan.core.flavors import parse_shape
 
         if (self.bundle is None) == (self.shape is None):
             raise BenchError(
@@ -346,8 +346,8 @@ class Bench:
             return BenchModel.from_bundle(self.bundle, device=self.device)
         assert self.shape is not None, "checked above"
         num_exits = _PAPER_EXITS if self.exits is None else self.exits
-        dims = shape_dims(self.shape, num_exits=num_exits)
-        return BenchModel.random(dims, seed=self.seed, device=self.device)
+        shape = parse_shape(self.shape, num_exits=num_exits)
+        return BenchModel.random(shape, seed=self.seed, device=self.device)
 
 
 def _parse_shares(text: str) -> tuple[float, ...]:

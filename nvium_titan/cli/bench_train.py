@@ -94,7 +94,7 @@ class BenchTrain:
         warn_if_busy(cpu)
         loss_memory = measure_loss_memory(comparison)
         systems = [
-            TrainingSystem(name, dims, comparison) for name, dims in comparison.models().items()
+            TrainingSystem(name, shape, comparison) for name, shape in comparison.models().items()
         ]
         with progress("steps", total=comparison.num_runs) as report_done:
             done = itertools.count(1)
@@ -102,7 +102,7 @@ class BenchTrain:
         times = zip(*pairs, strict=True)
         report = TrainReport(
             config_file=str(self.config_file),
-            exits=list(comparison.dims.plan.block_ends),
+            exits=list(comparison.shape.block_ends),
             batch=self.batch,
             seq_len=comparison.seq_len,
             dtype=str(comparison.dtype).removeprefix("torch."),
@@ -148,19 +148,19 @@ class BenchTrain:
         if device.startswith("cuda") and not has_gpu:
             raise BenchError(f"--device {device}: torch sees no CUDA GPU here; use cpu")
         config = load_config(NviumTrainer.Config(), self.config_file)
-        dims = config.model_spec.model.dims
+        shape = config.model_spec.model.shape
         seq_len = self.seq_len or config.training.seq_len
-        if seq_len > dims.max_seq_len:
+        if seq_len > shape.max_seq_len:
             raise BenchError(
-                f"--seq-len {seq_len}: the model is declared for max_seq_len={dims.max_seq_len}"
+                f"--seq-len {seq_len}: the model is declared for max_seq_len={shape.max_seq_len}"
             )
-        if not dims.exit_layers:
+        if not shape.exit_layers:
             raise BenchError(
                 f"{self.config_file}: a model with one exit is dense; give the file of an N-vium"
             )
         dtype = self.dtype or ("float32" if device == "cpu" else "bfloat16")
         return TrainComparison(
-            dims=dims,
+            shape=shape,
             loss=config.loss,
             batch=self.batch,
             seq_len=seq_len,

@@ -29,9 +29,8 @@ from nvium_titan.bundle import (
     write_bundle,
 )
 from nvium_titan.bundle.config import CONFIG_FILE, DTYPES
-from nvium_titan.core.cost import ModelDims
 from nvium_titan.core.flavors import router_dim_of
-from nvium_titan.core.shape import ExitPlan
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import BundleError, ConfigError
 from nvium_titan.text.tokenizer import load_tokenizer
 
@@ -203,7 +202,12 @@ def grow_junctions(
             "junctions grow on a dense model"
         )
     try:
-        plan = ExitPlan(num_layers=config.num_hidden_layers, exit_layers=tuple(exits))
+        shape = replace(
+            config.shape,
+            exit_layers=tuple(exits),
+            router_dim=router_dim_of(config.hidden_size),
+            adapter_dim=config.hidden_size,
+        )
     except ConfigError as error:
         raise ConfigError(
             f"--exits {','.join(map(str, exits))}: they must increase and lie in "
@@ -211,16 +215,16 @@ def grow_junctions(
         ) from error
     config = replace(
         config,
-        exit_layers=plan.exit_layers,
-        router_dim=router_dim_of(config.hidden_size),
-        adapter_dim=config.hidden_size,
+        exit_layers=shape.exit_layers,
+        router_dim=shape.router_dim,
+        adapter_dim=shape.adapter_dim,
         final_adapter=True,
     )
     generator = torch.Generator().manual_seed(seed)
     grown = dict(tensors)
-    for name, shape in expected_tensors(config).items():
+    for name, size in expected_tensors(config).items():
         if name not in grown:
-            new = _new_tensor(name, shape, tensors["model.norm.weight"].float(), generator)
+            new = _new_tensor(name, size, tensors["model.norm.weight"].float(), generator)
             grown[name] = new.to(DTYPES[config.dtype])
     return config, grown
 
@@ -247,26 +251,26 @@ def training_tables(bundle: Path | str) -> str:
     return tomli_w.dumps({"hf_assets_path": str(path), **tables})
 
 
-def check_loadable(directory: Path | str, dims: ModelDims) -> None:
+def check_loadable(directory: Path | str, shape: ModelShape) -> None:
     """Check that a training run of these dimensions can start from a folder of transformers.
 
     Args:
         directory: As `read_hf`; a bundle is one.
-        dims: The model that is to be trained.
+        shape: The model that is to be trained.
 
     Raises:
         BundleError: As `read_hf`; if the folder holds a model of other dimensions.
     """
     config = read_hf(directory, dtype="float32").config  # loading converts to the type of training
-    if config.is_plain_llama and dims.exit_layers:
-        shown = ",".join(map(str, dims.exit_layers))
+    if config.is_plain_llama and shape.exit_layers:
+        shown = ",".join(map(str, shape.exit_layers))
         raise BundleError(
             f"{directory}: a dense model, but [nvium] asks for exit_layers="
-            f"{list(dims.exit_layers)}; grow the junctions first and load what this writes: "
+            f"{list(shape.exit_layers)}; grow the junctions first and load what this writes: "
             f"nvium import {directory} --out BUNDLE --exits {shown}"
         )
     pairs = {
-        key: (getattr(dims, key), getattr(config, name))
+        key: (getattr(shape, key), getattr(config, name))
         for key, name in (_MODEL_KEYS | {key: key for key in _NVIUM_KEYS}).items()
         if key != "max_seq_len"  # a limit of the run, not of the weights
     }

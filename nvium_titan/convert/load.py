@@ -62,15 +62,15 @@ def load_model(
         return LoadedModel(params, bundle.load_tokenizer(), path)
     folder = read_step_folder(path)
     tokenizer = load_tokenizer(folder.settings["hf_assets_path"])
-    check_vocabulary(tokenizer, folder.dims.vocab_size)
+    check_vocabulary(tokenizer, folder.shape.vocab_size)
     is_int8 = dtype == torch.int8
     kind = torch.float32 if is_int8 or dtype is None else dtype
     tensors = {
         name: tensor.to(device=device, dtype=kind)
-        for name, tensor in to_bundle(load_native_tensors(folder), folder.dims).items()
+        for name, tensor in to_bundle(load_native_tensors(folder), folder.shape).items()
     }
     params = DecoderParams.from_tensors(
-        bundle_config(folder.dims, tokenizer=tokenizer, dtype="float32"),
+        bundle_config(folder.shape, tokenizer=tokenizer, dtype="float32"),
         dequantize(quantize_int8(tensors), dtype=kind) if is_int8 else tensors,
         num_tokens=tokenizer.vocab_size,
         is_int8=is_int8,

@@ -113,7 +113,7 @@ def assert_cache_equals(
 ) -> Reference:
     """Compare every stored position of every layer with a full forward pass of the sequence."""
     twin = reference_forward(config, tensors, state.token_ids)
-    blocks = config.plan.blocks
+    blocks = config.shape.blocks
     near = {"atol": tolerance, "rtol": tolerance, "check_dtype": False}
     for block, filled, boundary in zip(
         blocks, state.counts.filled, range(1, len(blocks) + 1), strict=True

@@ -67,7 +67,7 @@ def test_any_history_leaves_the_exact_cache(
         assert filled == sorted(filled, reverse=True)
         twin = reference_forward(config, tensors, [*state.token_ids, *last])
         near = {"atol": TOLERANCE, "rtol": TOLERANCE}
-        for block, blocks_filled in zip(config.plan.blocks, filled, strict=True):
+        for block, blocks_filled in zip(config.shape.blocks, filled, strict=True):
             for layer in block:
                 keys = state.buffers.keys(layer, length=blocks_filled)
                 assert_close(keys, twin.keys_LGTH[layer][:, :blocks_filled], **near)

@@ -15,7 +15,7 @@ from nvium_titan.bench.graphs.exactness import Exactness, check_exactness
 from nvium_titan.bench.graphs.modes import graphs_of, in_mode
 from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.workload import Workload
-from nvium_titan.core.flavors import shape_dims
+from nvium_titan.core.flavors import parse_shape
 from nvium_titan.decode import Engine
 from nvium_titan.decode.forward.graphs import model as graph_model
 
@@ -24,7 +24,7 @@ WORK = Workload(prompt_tokens=3, new_tokens=11, num_pairs=1, seed=0)
 
 
 def bench_model() -> BenchModel:
-    return BenchModel.random(dataclasses.replace(shape_dims("32x4"), vocab_size=100), seed=0)
+    return BenchModel.random(dataclasses.replace(parse_shape("32x4"), vocab_size=100), seed=0)
 
 
 def check() -> list[Exactness]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from nvium_titan import cli
 from nvium_titan.bundle import read_bundle, write_bundle
 from nvium_titan.convert.reference import export_reference, find_experiment, import_reference
-from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.core.flavors import flavor_shape
 from nvium_titan.errors import BundleError, TokenizerError
 from nvium_titan.text.tokenizer import load_tokenizer
 from tests.helpers.golden import load_json, save_word_tokenizer
@@ -191,12 +191,12 @@ def test_the_command_goes_there_and_back(
 
 
 def test_a_training_checkpoint_becomes_one_of_theirs(tmp_path: Path) -> None:
-    dims = flavor_dims("debug")
-    step, state = write_checkpoint(tmp_path, dims)
+    shape = flavor_shape("debug")
+    step, state = write_checkpoint(tmp_path, shape)
     out = tmp_path / "out"
     words = ["export", str(step), "--out", str(out), "--format", "reference"]
     assert cli.main(words) == 0
-    assert load_json(out / "exp_config.json")["early_layer_idx"] == list(dims.exit_layers)
+    assert load_json(out / "exp_config.json")["early_layer_idx"] == list(shape.exit_layers)
     assert load_json(out / "config.json")["architectures"] == ["NviumModel"]
     head = load_file(out / WEIGHTS)["lm_head.weight"]
     assert torch.equal(head, state["lm_head.weight"])

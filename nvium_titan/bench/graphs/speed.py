@@ -139,15 +139,15 @@ class LoadedShape:
         policies = self._work.policies(shares)
         systems += [self._system(mode, in_mode(self._nvium, mode), policies) for mode in modes]
         times = self._run(systems)
-        dims = self._model.dims
-        weights = [weights_read_per_token(self._model.dense().dims, [1.0])]
-        weights += [weights_read_per_token(dims, shares)] * len(modes)
+        shape = self._model.shape
+        weights = [weights_read_per_token(self._model.dense().shape, [1.0])]
+        weights += [weights_read_per_token(shape, shares)] * len(modes)
         ratios = [None, *(paired_ratio("dense", times[0], ms) for ms in times[1:])]
         return ShapeFigures(
             shape=self.shape,
             dtype=self._dtype,
             exit_shares=list(shares),
-            limit=limit_speedup(dims, shares),
+            limit=limit_speedup(shape, shares),
             modes=[
                 self._figures(
                     system, ms,
@@ -176,7 +176,7 @@ class LoadedShape:
             dense_ms=quartiles(dense_ms).median,
             nvium_ms=quartiles(nvium_ms).median,
             over_dense=paired_ratio("dense", dense_ms, nvium_ms),
-            limit=limit_speedup(self._model.dims, shares) if batch == 1 else None,
+            limit=limit_speedup(self._model.shape, shares) if batch == 1 else None,
             host_reads_per_token=sum(r.stats.host_reads for r in results)
             / sum(r.stats.num_new_tokens for r in results),
         )

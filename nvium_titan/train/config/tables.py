@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nvium_titan.core.cost import ModelDims
-from nvium_titan.core.flavors import flavor_dims, router_dim_of
-from nvium_titan.core.shape import resolve_exit_plan
+from nvium_titan.core.flavors import flavor_shape, router_dim_of
+from nvium_titan.core.shape import ModelShape, resolve_exit_layers
 from nvium_titan.errors import ConfigError
 
 Trainable = Literal["all", "junctions"]
@@ -73,7 +72,7 @@ class Float8Table:
     adapters."""
 
 
-def resolve_dims(model: ModelTable, nvium: NviumTable) -> ModelDims:
+def resolve_shape(model: ModelTable, nvium: NviumTable) -> ModelShape:
     """Return a flavor's numbers with the two tables applied.
 
     Args:
@@ -83,7 +82,7 @@ def resolve_dims(model: ModelTable, nvium: NviumTable) -> ModelDims:
     Raises:
         ConfigError: If the numbers are impossible or disagree.
     """
-    base = flavor_dims(model.flavor)
+    base = flavor_shape(model.flavor)
 
     def given(table: Any, key: str, otherwise: Any) -> Any:
         value = getattr(table, key)
@@ -110,12 +109,12 @@ def resolve_dims(model: ModelTable, nvium: NviumTable) -> ModelDims:
         exit_layers = list(base.exit_layers)
     if num_exits is None:
         num_exits = len(base.exit_layers if exit_layers is None else exit_layers) + 1
-    plan = resolve_exit_plan(num_layers=num_layers, num_exits=num_exits, exit_layers=exit_layers)
-    default_adapter = dim if base.adapter_dim or plan.exit_layers else 0
+    exits = resolve_exit_layers(num_layers=num_layers, num_exits=num_exits, exit_layers=exit_layers)
+    default_adapter = dim if base.adapter_dim or exits else 0
     default_router = (
         base.router_dim if (base.router_dim and dim == base.dim) else router_dim_of(dim)
     )
-    return ModelDims(
+    return ModelShape(
         vocab_size=given(model, "vocab_size", base.vocab_size),
         dim=dim,
         num_layers=num_layers,
@@ -127,7 +126,7 @@ def resolve_dims(model: ModelTable, nvium: NviumTable) -> ModelDims:
         norm_eps=given(model, "norm_eps", base.norm_eps),
         max_seq_len=given(model, "max_seq_len", base.max_seq_len),
         tie_embeddings=given(model, "tie_embeddings", base.tie_embeddings),
-        exit_layers=plan.exit_layers,
-        router_dim=given(nvium, "router_dim", default_router) if plan.exit_layers else 0,
+        exit_layers=exits,
+        router_dim=given(nvium, "router_dim", default_router) if exits else 0,
         adapter_dim=given(nvium, "adapter_dim", default_adapter),
     )
