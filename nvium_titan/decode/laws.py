@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nvium_titan.core.mixture import at_least_float32, mixture_log_prob
 from nvium_titan.decode.forward.base import Forward, TokenJob
@@ -49,16 +50,17 @@ def choose_token(
         if run is not None:
             return GeneratedToken(run.token_id, run.exit_index, state.length)
     law = kind(runner.forward, state, job)
-    for exit_index in range(runner.num_exits):
+    exit_index = 0
+    while True:
         runner.fill(state, exit_index)
         router_logit = math.nan
         if law.asks_router(exit_index):
             router_logit = runner.router_logits([state], exit_index)[0]
         if wanted := law.after_block(exit_index, router_logit):
             token = law.after_logits(runner.logits([(state, wanted)])[0])
-            if token is not None:
+            if token is not None:  # at the last exit at the latest
                 return token
-    raise AssertionError("every law has a token at the last exit")
+        exit_index += 1
 
 
 class Law(Protocol):
@@ -138,7 +140,7 @@ class ExitLogProbs:
         return log_exit
 
 
-class _Law:
+class _Law(Law):
     def __init__(self, forward: Forward, state: DecodeState, job: TokenJob) -> None:
         self.forward = forward
         self.state = state
@@ -180,10 +182,12 @@ class Drawn(_Law):
         super().__init__(forward, state, job)
         self._thresholds: list[float] | None = None
 
+    @override
     def asks_router(self, exit_index: int) -> bool:
         wanted = self.job.policy.reads_router or self.job.with_log_probs
         return wanted and super().asks_router(exit_index)
 
+    @override
     def after_block(self, exit_index: int, router_logit: float) -> tuple[int, ...]:
         self._arrive(exit_index, router_logit)
         if exit_index < self.job.num_junctions:
@@ -194,6 +198,7 @@ class Drawn(_Law):
                 return ()
         return (exit_index,)
 
+    @override
     def after_logits(self, logits_NV: Tensor) -> GeneratedToken | None:
         logits_V = logits_NV[0, : self.forward.params.num_tokens]
         token_id = self.forward.draw(logits_V, self.job.draw(self.state.length))
@@ -215,10 +220,9 @@ class Certified(_Law):
         self._mixture = ExitLogProbs(job.policy.router_temperature)
         self._waiting: list[int] = []
         self._weights: list[float] = []
-        self._partial_V = torch.zeros(
-            params.num_tokens, dtype=torch.float64, device=params.device
-        )
+        self._partial_V = torch.zeros(params.num_tokens, dtype=torch.float64, device=params.device)
 
+    @override
     def after_block(self, exit_index: int, router_logit: float) -> tuple[int, ...]:
         self._arrive(exit_index, router_logit)
         is_last = exit_index == self.job.num_junctions
@@ -228,6 +232,7 @@ class Certified(_Law):
         self._rest = 0.0 if is_last else math.exp(self._mixture.log_arrive)
         return () if self._rest >= 0.5 else tuple(self._waiting)
 
+    @override
     def after_logits(self, logits_NV: Tensor) -> GeneratedToken | None:
         probs_NV = logits_NV.double().softmax(-1)[:, : self.forward.params.num_tokens]
         weights_N = torch.tensor(self._weights, dtype=torch.float64, device=probs_NV.device)
@@ -248,6 +253,7 @@ class Blended(_Law):
         self._mixture = ExitLogProbs(job.policy.router_temperature)
         self._log_exits: list[float] = []
 
+    @override
     def after_block(self, exit_index: int, router_logit: float) -> tuple[int, ...]:
         self._arrive(exit_index, router_logit)
         if exit_index < self.job.num_junctions:
@@ -256,6 +262,7 @@ class Blended(_Law):
         self._log_exits.append(self._mixture.log_arrive)
         return tuple(range(exit_index + 1))
 
+    @override
     def after_logits(self, logits_NV: Tensor) -> GeneratedToken | None:
         log_exit_N = torch.tensor(self._log_exits, dtype=torch.float64, device=logits_NV.device)
         log_mix_V = mixture_log_prob(log_exit_N[:, None], logits_NV.double().log_softmax(-1))

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,7 +139,8 @@ class DecoderParams:
 
     def without_weights(self) -> DecoderParams:
         """Return what is left once a forward has packed its own copy: dimensions, embedding."""
-        head = Matrix(*(None if part is None else part[..., :0] for part in self.head))
+        scale_O = self.head.scale_O
+        head = Matrix(self.head.weight_IO[:, :0], None if scale_O is None else scale_O[:0])
         return replace(self, layers=(), exits=(), head=head)
 
     @classmethod
@@ -221,7 +222,9 @@ class DecoderParams:
             exits=tuple(
                 ExitParams(
                     tensors[f"early_norms.{k}.weight" if k < num_early else "model.norm.weight"],
-                    _pack_adapter(tensors, f"early_adapters.{k}" if k < num_early else "final_adapter"),
+                    _pack_adapter(
+                        tensors, f"early_adapters.{k}" if k < num_early else "final_adapter"
+                    ),
                     _pack_router(tensors, k) if k < num_early else None,
                 )
                 for k in range(num_early + 1)
@@ -289,10 +292,7 @@ def random_tensors(
     return tensors
 
 
-_Packed = TypeVar("_Packed", bound=tuple[Any, ...])
-
-
-def _dense(packed: _Packed) -> _Packed:
+def _dense(packed: Any) -> Any:
     """Return packed weights with floating-point matrices."""
     if isinstance(packed, Matrix):
         return packed if packed.scale_O is None else Matrix(packed.weight_IO * packed.scale_O)

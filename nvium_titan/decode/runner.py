@@ -109,9 +109,7 @@ class Runner:
             for state, group in zip(taken, groups, strict=True):
                 self._book(state, block_index, rows=group.rows)
 
-    def run_token(
-        self, state: DecodeState, job: TokenJob, *, begins_next: bool
-    ) -> TokenRun | None:
+    def run_token(self, state: DecodeState, job: TokenJob, *, begins_next: bool) -> TokenRun | None:
         """Run all that the next token needs at once; None if the forward wants it in pieces."""
         run = self.forward.run_token(state, job, begins_next=begins_next)
         if run is not None:
@@ -181,7 +179,7 @@ class Runner:
                 for state in fresh
             ]
             n_BD = self.forward.exit_norm(exit_index, _stack(h_parts))
-            for state, n_1D in zip(fresh, n_BD.split(1), strict=True):
+            for state, n_1D in zip(fresh, torch.split(n_BD, 1), strict=True):
                 state.exit_inputs[exit_index] = n_1D
             if len(fresh) == len(states):
                 return n_BD

@@ -1,8 +1,8 @@
 """CUDA graphs imitated on the CPU: a list of operations on fixed tensors, and no mercy.
 
-A CUDA graph breaks most of the rules of `decode.forward.graphs.capture` without a word. This refuses
-what a capture cannot hold, bakes what a capture bakes, and poisons what nobody may read, before and
-after every replay.
+A CUDA graph breaks most of the rules of `decode.forward.graphs.capture` without a word. This
+refuses what a capture cannot hold, bakes what a capture bakes, and poisons what nobody may read,
+before and after every replay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from nvium_titan.decode.forward.graphs.capture import CaptureError, Fetch, Graph
 from nvium_titan.decode.forward.graphs.forward import GraphForward
 
 
-def graph_engine(params: DecoderParams, *, max_seq_len: int | None = None, **options: Any) -> Engine:
+def graph_engine(
+    params: DecoderParams, *, max_seq_len: int | None = None, **options: Any
+) -> Engine:
     """Return an engine in graphs: CUDA's own, or imitated where the weights are on the CPU.
 
     Args:

@@ -111,9 +111,7 @@ class Forward(Protocol):
     def draw(self, logits_V: Tensor, draw: Draw) -> int:
         """Return the token of a draw, as `sampling.draw_token`. One host read."""
 
-    def run_token(
-        self, state: DecodeState, job: TokenJob, *, begins_next: bool
-    ) -> TokenRun | None:
+    def run_token(self, state: DecodeState, job: TokenJob, *, begins_next: bool) -> TokenRun | None:
         """Run all that the next token of a sequence needs at once, where that is cheaper.
 
         Args:

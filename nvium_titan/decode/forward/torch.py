@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from nvium_titan.core.mixture import at_least_float32
 from nvium_titan.core.shape import ModelShape
-from nvium_titan.decode.forward.base import Group, TokenJob, TokenRun
+from nvium_titan.decode.forward.base import Forward, Group, TokenJob, TokenRun
 from nvium_titan.decode.params import DecoderParams, LayerParams
 from nvium_titan.decode.sampling import Draw, draw_token
 from nvium_titan.decode.sequence import BufferPool, DecodeState, SequenceBuffers
@@ -27,9 +28,7 @@ from nvium_titan.decode.sequence import BufferPool, DecodeState, SequenceBuffers
 def rope_angles(shape: ModelShape, *, num_slots: int) -> Tensor:
     """Return by how much each rotary pair turns at each slot, shape (num_slots, H / 2), float64."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
-    return torch.outer(
-        torch.arange(num_slots, dtype=torch.float64), shape.rope_theta**-exponents
-    )
+    return torch.outer(torch.arange(num_slots, dtype=torch.float64), shape.rope_theta**-exponents)
 
 
 class Rope(NamedTuple):
@@ -69,7 +68,7 @@ class Seen(NamedTuple):
     """Slots to attend over, from the first."""
 
 
-class TorchForward:
+class TorchForward(Forward):
     """The `Forward` in torch operations. Read-only after construction."""
 
     buffer_pool: BufferPool | None = None
@@ -85,6 +84,7 @@ class TorchForward:
         self.state_dtype = params.dtype
         self.rope = Rope.table(params, num_slots=num_slots)
 
+    @override
     def embed(self, buffers: SequenceBuffers, token_ids: Sequence[int], *, first: int) -> None:
         rows_TD = buffers.boundary_SD[0].narrow(0, first, len(token_ids))
         ids_T = torch.tensor(token_ids, device=self.params.device)
@@ -104,7 +104,7 @@ class TorchForward:
         for index in shape.blocks[block_index]:
             in_layer = [part._replace(slots_GSH=part.slots_GSH[index]) for part in seen]
             x_TD = run_layer(x_TD, self.params.layers[index], rope, in_layer, eps=shape.norm_eps)
-        parts = x_TD.split([group.rows for group in groups])
+        parts = torch.split(x_TD, [group.rows for group in groups])
         for (buffers, first, rows), part_TD in zip(groups, parts, strict=True):
             buffers.boundary_SD[block_index + 1].narrow(0, first, rows).copy_(part_TD)
 
@@ -115,9 +115,11 @@ class TorchForward:
         mask_TC = None if rows == 1 else causal_mask(positions_T, first + rows, self.params.dtype)
         return Seen(buffers.kv_LGSH, positions_T, mask_TC, first + rows)
 
+    @override
     def exit_norm(self, exit_index: int, h_TD: Tensor) -> Tensor:
         return _rms_norm(h_TD, self.params.exits[exit_index].norm_D, self.params.shape.norm_eps)
 
+    @override
     def router_logit(self, junction_index: int, n_TD: Tensor) -> Tensor:
         router = self.params.exits[junction_index].router
         assert router is not None, "the last exit has no router"
@@ -127,6 +129,7 @@ class TorchForward:
         normed_TD = _rms_norm(score_TD, router.norm_D, self.params.shape.norm_eps)
         return torch.addmv(router.leave_bias, normed_TD, router.leave_D)
 
+    @override
     def exit_state(self, exit_index: int, n_TD: Tensor) -> Tensor:
         adapter = self.params.exits[exit_index].adapter
         if adapter is None:
@@ -134,15 +137,15 @@ class TorchForward:
         hidden_TA = F.silu(torch.mm(n_TD, adapter.inner.weight_IO))
         return torch.addmm(n_TD, hidden_TA, adapter.outer.weight_IO)
 
+    @override
     def logits(self, o_TD: Tensor) -> Tensor:
         return torch.mm(o_TD, self.params.head.weight_IO)
 
+    @override
     def draw(self, logits_V: Tensor, draw: Draw) -> int:
         return draw_token(logits_V, draw)
 
-    def run_token(
-        self, state: DecodeState, job: TokenJob, *, begins_next: bool
-    ) -> TokenRun | None:
+    def run_token(self, state: DecodeState, job: TokenJob, *, begins_next: bool) -> TokenRun | None:
         """Decline: here a token is cheapest in pieces."""
         return None
 

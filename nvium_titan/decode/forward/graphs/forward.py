@@ -103,7 +103,9 @@ class GraphForward(TorchForward):
         self._lock = threading.Lock()
         self._junctions = [build_junction(self, index) for index in range(shape.num_exits - 1)]
         self._compiles = compiles
-        self._run_layer = torch.compile(run_layer, fullgraph=True, dynamic=False) if compiles else run_layer
+        self._run_layer = (
+            torch.compile(run_layer, fullgraph=True, dynamic=False) if compiles else run_layer
+        )
         self._slots_S = torch.arange(num_slots, device=device)
         # What a token graph leaves: all of it is written anew by every replay.
         self._o_1D = torch.zeros(1, shape.dim, dtype=params.dtype, device=device)
@@ -150,9 +152,7 @@ class GraphForward(TorchForward):
             graphs.inputs.send(self.backend)
             self._block_graph(graphs, block_index, bucket_rows(rows, BLOCK_BUCKETS)).replay()
 
-    def run_token(
-        self, state: DecodeState, job: TokenJob, *, begins_next: bool
-    ) -> TokenRun | None:
+    def run_token(self, state: DecodeState, job: TokenJob, *, begins_next: bool) -> TokenRun | None:
         """Run a token as one graph, begin the next, read exit and token.
 
         One host read; a capture where the tuple of row counts is new. Declines a token whose rows

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nvium_titan.decode.forward.torch import TorchForward
 from nvium_titan.decode.noise import gumbel_of_keys
@@ -72,15 +73,15 @@ def build_junction(model: TorchForward, junction_index: int) -> Junction:
     return TorchJunction(model, junction_index)
 
 
-class TorchJunction:
+class TorchJunction(Junction):
     """A junction in torch operations: to the bit what the engine gives without graphs."""
 
     def __init__(self, model: TorchForward, junction_index: int) -> None:
         self._model = model
         self._junction_index = junction_index
 
+    @override
     def __call__(self, states_SD: Tensor, position_1: Tensor, threshold: Tensor) -> JunctionResult:
-        """See `Junction`."""
         h_1D = states_SD.index_select(0, position_1)
         n_1D = self._model.exit_norm(self._junction_index, h_1D)
         router_logit_1 = self._model.router_logit(self._junction_index, n_1D)
@@ -88,7 +89,7 @@ class TorchJunction:
         return JunctionResult(n_1D, router_logit_1, leaves, ~leaves)
 
 
-class TritonJunction:
+class TritonJunction(Junction):
     """A junction in three kernels: norm and first layer; second layer; norm, head, comparison.
 
     Sums and what lies between the layers are float32 (float64 in a float64 model), where the torch
@@ -114,8 +115,8 @@ class TritonJunction:
         self._leave_D = router.norm_D * router.leave_D
         self._leave_bias_1 = router.leave_bias
 
+    @override
     def __call__(self, states_SD: Tensor, position_1: Tensor, threshold: Tensor) -> JunctionResult:
-        """See `Junction`."""
         # Triton is there only with torch's CUDA builds.
         import triton
 

@@ -28,10 +28,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
-from nvium_titan.bundle.quantization import int8_scales
-from nvium_titan.decode.deferred import DECODE_BUCKETS, PREFILL_BUCKETS, FilledCounts
-from nvium_titan.decode.forward.base import Group, TokenJob, TokenRun
+from nvium_titan.decode.forward.base import Forward, Group, TokenJob, TokenRun
 from nvium_titan.decode.forward.native.build import load_library
 from nvium_titan.decode.forward.torch import rope_angles
 from nvium_titan.decode.params import DecoderParams, Matrix
@@ -109,7 +108,7 @@ class _Model(Structure):
     )
 
 
-class NativeForward:
+class NativeForward(Forward):
     """Packed weights; runs blocks on a sequence's buffers. Read-only after construction.
 
     One call runs at a time: it uses all threads of torch's setting and one work space.
@@ -237,6 +236,7 @@ class NativeForward:
 
     # --- what an engine calls -------------------------------------------------------------------
 
+    @override
     def embed(self, buffers: SequenceBuffers, token_ids: Sequence[int], *, first: int) -> None:
         rows_TD = buffers.boundary_SD[0].narrow(0, first, len(token_ids))
         if len(token_ids) == 1:
@@ -279,9 +279,7 @@ class NativeForward:
                 item.slots = buffers.num_slots
         return groups
 
-    def run_token(
-        self, state: DecodeState, job: TokenJob, *, begins_next: bool
-    ) -> TokenRun | None:
+    def run_token(self, state: DecodeState, job: TokenJob, *, begins_next: bool) -> TokenRun | None:
         """Run the token in one call: blocks, junctions, exit and head; then draw it.
 
         The kernels are those of the pieces, so the numbers are the same to the bit. Runs longer
@@ -315,6 +313,7 @@ class NativeForward:
         widest = max(widest, self._head.inputs) + 2 * _STRIP
         return 3 * self._width + max(int(size), (threads + 1) * int(widest))
 
+    @override
     def exit_norm(self, exit_index: int, h_TD: Tensor) -> Tensor:
         n_TD = torch.empty_like(h_TD)
         self._library.nvium_norm(
@@ -323,6 +322,7 @@ class NativeForward:
         )  # fmt: skip
         return n_TD
 
+    @override
     def router_logit(self, junction_index: int, n_TD: Tensor) -> Tensor:
         weights = self._exits[junction_index]
         assert weights.router_norm, "the last exit has no router"
@@ -335,6 +335,7 @@ class NativeForward:
         )  # fmt: skip
         return z_T
 
+    @override
     def exit_state(self, exit_index: int, n_TD: Tensor) -> Tensor:
         item = self._exits[exit_index]
         if not item.has_adapter:
@@ -362,6 +363,7 @@ class NativeForward:
             )  # fmt: skip
         return out_TD
 
+    @override
     def logits(self, o_TD: Tensor) -> Tensor:
         num_rows, threads = len(o_TD), torch.get_num_threads()
         logits_TV = torch.empty(num_rows, self._head.outputs)
