@@ -130,7 +130,7 @@ def _draw(
     N-vium (arXiv:2605.13190), Sec. 4.2 and App. B.2: with the routers' own draws this samples
     pi_mix, whatever the exit.
     """
-    position, last = state.length, len(params.config.exit_layers)
+    position, last = state.length, len(params.config.shape.exit_layers)
     need = None
     if is_whole and not with_log_probs:
         need = _need_token(position, last, noise, sampling, policy)
@@ -207,7 +207,7 @@ def _certify(
     further exit as it comes. The margin is 8 units in the last place of the dtype: the logits of
     one exit may round differently beside other rows.
     """
-    num_tokens, last = params.num_tokens, len(params.config.exit_layers)
+    num_tokens, last = params.num_tokens, len(params.config.shape.exit_layers)
     margin = 8 * torch.finfo(params.dtype).eps
     log_arrive = log_arrive_own = log_exit = 0.0
     waiting: list[int] = []
@@ -248,7 +248,7 @@ def _blend(
     router_temperature: float,
 ) -> Generator[Need, Any, Chosen]:
     """Sample F(pi_mix): every block, every router, one head call with a row per exit."""
-    last = len(params.config.exit_layers)
+    last = len(params.config.shape.exit_layers)
     log_arrive = log_arrive_own = 0.0
     log_exits = []
     for exit_index in range(last + 1):

@@ -67,7 +67,7 @@ class Engine:
             DependencyError: If native kernels are asked for and cannot be had.
         """
         config = params.config
-        self.max_seq_len = config.max_position_embeddings if max_seq_len is None else max_seq_len
+        self.max_seq_len = config.shape.max_seq_len if max_seq_len is None else max_seq_len
         if self.max_seq_len < 1:
             raise PromptError(f"max_seq_len={max_seq_len}: must be at least 1")
         if max_owed is not None and max_owed < 1:

@@ -63,9 +63,9 @@ class Scratch:
             rows: T.
         """
         config = params.config
-        width, ffn, head = config.hidden_size, config.intermediate_size, config.head_dim
-        groups = config.num_key_value_heads
-        per_group = config.num_attention_heads // groups
+        width, ffn, head = config.shape.dim, config.shape.ffn_dim, config.shape.head_dim
+        groups = config.shape.num_kv_heads
+        per_group = config.shape.num_heads // groups
         sizes = (2 * width, (per_group + 2) * groups * head, per_group * groups * head, 2 * ffn)
         pair, qkv, attended, gate_up = (
             flat[rows * start : rows * end].view(rows, end - start)
@@ -94,9 +94,9 @@ class Scratch:
 def work_features(params: DecoderParams) -> int:
     """Return the elements of work space that one row needs."""
     config = params.config
-    q_features = config.num_attention_heads * config.head_dim
-    kv_features = config.num_key_value_heads * config.head_dim
-    return 2 * (config.hidden_size + q_features + kv_features + config.intermediate_size)
+    q_features = config.shape.num_heads * config.shape.head_dim
+    kv_features = config.shape.num_kv_heads * config.shape.head_dim
+    return 2 * (config.shape.dim + q_features + kv_features + config.shape.ffn_dim)
 
 
 class WorkSpace:
@@ -145,17 +145,17 @@ class SequenceBuffers:
             work: The work space; its own, or that of its batch.
         """
         config, plan = params.config, params.config.shape
-        groups = config.num_key_value_heads
+        groups = config.shape.num_kv_heads
         self._params = params
         self.num_slots = num_slots
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=params.device)
 
-        self.kv_LGSH = zeros(config.num_hidden_layers, 2 * groups, num_slots, config.head_dim)
+        self.kv_LGSH = zeros(config.shape.num_layers, 2 * groups, num_slots, config.shape.head_dim)
         """Keys (first G heads, interleaved RoPE layout) and values (last G heads)."""
         self.boundary_SD = tuple(
-            zeros(num_slots, config.hidden_size) for _ in range(plan.num_exits + 1)
+            zeros(num_slots, config.shape.dim) for _ in range(plan.num_exits + 1)
         )
         """Boundary states: embeddings, then the residual stream after each block."""
         by_block = [self.kv_LGSH[block.start : block.stop] for block in plan.blocks]
@@ -172,14 +172,14 @@ class SequenceBuffers:
 
     def keys(self, layer_index: int, *, length: int) -> Tensor:
         """Return a copy of one layer's keys in HF's rotate-half layout, shape (G, length, H)."""
-        groups = self._params.config.num_key_value_heads
+        groups = self._params.config.shape.num_kv_heads
         keys_GTH = self.kv_LGSH[layer_index, :groups, :length]
         pairs = keys_GTH.reshape(groups, length, -1, 2)
         return pairs.transpose(-1, -2).reshape(keys_GTH.shape)
 
     def values(self, layer_index: int, *, length: int) -> Tensor:
         """Return a copy of one layer's values, shape (G, length, H)."""
-        groups = self._params.config.num_key_value_heads
+        groups = self._params.config.shape.num_kv_heads
         return self.kv_LGSH[layer_index, groups:, :length].clone()
 
 

@@ -177,19 +177,20 @@ class DecoderParams:
             if name not in tensors or tuple(tensors[name].shape) != shape:
                 found = list(tensors[name].shape) if name in tensors else "nothing"
                 raise BundleError(f"tensor {name}: expected {list(shape)}, found {found}")
-        num_tokens = config.vocab_size if num_tokens is None else num_tokens
-        if not 1 <= num_tokens <= config.vocab_size:
+        num_tokens = config.shape.vocab_size if num_tokens is None else num_tokens
+        if not 1 <= num_tokens <= config.shape.vocab_size:
             raise BundleError(
-                f"the tokenizer has {num_tokens} ids, the model only vocab_size={config.vocab_size}"
+                f"the tokenizer has {num_tokens} ids, the model only vocab_size="
+                f"{config.shape.vocab_size}"
             )
         embedding_VD = tensors["model.embed_tokens.weight"]
-        num_early = len(config.exit_layers)
+        num_early = len(config.shape.exit_layers)
         return cls(
             config=config,
             embedding_VD=embedding_VD,
             layers=tuple(
                 _pack_layer(config, tensors, f"model.layers.{index}")
-                for index in range(config.num_hidden_layers)
+                for index in range(config.shape.num_layers)
             ),
             exits=tuple(
                 _pack_exit(
@@ -200,7 +201,7 @@ class DecoderParams:
                 )
                 for k in range(num_early + 1)
             ),
-            head_VD=embedding_VD if config.tie_word_embeddings else tensors["lm_head.weight"],
+            head_VD=embedding_VD if config.shape.tie_embeddings else tensors["lm_head.weight"],
             num_tokens=num_tokens,
             is_int8=is_int8,
         )
@@ -268,10 +269,10 @@ def _pack_layer(config: BundleConfig, tensors: Mapping[str, Tensor], prefix: str
     def weight(name: str) -> Tensor:
         return tensors[f"{prefix}.{name}.weight"]
 
-    q = _interleaved(weight("self_attn.q_proj"), head_dim=config.head_dim)
+    q = _interleaved(weight("self_attn.q_proj"), head_dim=config.shape.head_dim)
     if q.dtype in (torch.float32, torch.float64):
-        q = q * config.head_dim**-0.5
-    k = _interleaved(weight("self_attn.k_proj"), head_dim=config.head_dim)
+        q = q * config.shape.head_dim**-0.5
+    k = _interleaved(weight("self_attn.k_proj"), head_dim=config.shape.head_dim)
     return LayerParams(
         attn_norm_2D=weight("input_layernorm").repeat(2),
         qkv_DW=_transposed(torch.cat([q, k, weight("self_attn.v_proj")])),

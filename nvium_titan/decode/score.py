@@ -39,7 +39,7 @@ def score_positions(
         next_ids: The token after each position.
     """
     params, model = runner.params, runner.model
-    num_rows = max(1, _LOGIT_ELEMENTS // params.config.vocab_size)
+    num_rows = max(1, _LOGIT_ELEMENTS // params.config.shape.vocab_size)
     ids_R = torch.tensor(next_ids, device=params.device)
     parts = []
     for start in range(0, len(next_ids), num_rows):

@@ -34,9 +34,11 @@ from nvium_titan.decode.sampling import Sampler
 
 def rope_table(config: BundleConfig, *, num_slots: int) -> Tensor:
     """Return what turns each rotary pair at each slot, shape (S, P), complex128."""
-    exponent_P = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    exponent_P = (
+        torch.arange(0, config.shape.head_dim, 2, dtype=torch.float64) / config.shape.head_dim
+    )
     angle_SP = torch.outer(
-        torch.arange(num_slots, dtype=torch.float64), config.rope_theta**-exponent_P
+        torch.arange(num_slots, dtype=torch.float64), config.shape.rope_theta**-exponent_P
     )
     return torch.polar(torch.ones_like(angle_SP), angle_SP)
 
@@ -76,10 +78,10 @@ class DecoderModel:
         self.blocks = tuple(
             tuple(params.layers[index] for index in block) for block in config.shape.blocks
         )
-        self._width = config.hidden_size
-        self._eps = config.rms_norm_eps
+        self._width = config.shape.dim
+        self._eps = config.shape.norm_eps
         self._is_low_precision = params.is_low_precision
-        self._scale = config.head_dim**-0.5 if self._is_low_precision else 1.0
+        self._scale = config.shape.head_dim**-0.5 if self._is_low_precision else 1.0
         is_double = params.dtype == torch.float64
         self._rope_S1P = (
             rope_table(config, num_slots=num_slots)

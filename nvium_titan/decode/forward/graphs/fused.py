@@ -104,9 +104,9 @@ class TritonJunction:
             junction_index: Which junction, from 0.
         """
         weights = params.exits[junction_index]
-        router, width = weights.router, params.config.hidden_size
+        router, width = weights.router, params.config.shape.dim
         assert router is not None, "the last exit has no router"
-        self._eps = params.config.rms_norm_eps
+        self._eps = params.config.shape.norm_eps
         self._gain_D = weights.norm_2D[:width].contiguous()
         self._fc1_RD = router.fc1_DR.t().contiguous()
         self._fc1_bias_R = router.fc1_bias_R

@@ -110,13 +110,13 @@ class GraphModel:
             tuple(_LayerWeights.of(params, index) for index in block)
             for block in config.shape.blocks
         )
-        self._scale = config.head_dim**-0.5 if params.is_low_precision else 1.0
+        self._scale = config.shape.head_dim**-0.5 if params.is_low_precision else 1.0
         self._slots_S = torch.arange(num_slots, device=device)
         turns_SP = rope_table(config, num_slots=num_slots)
         rope_dtype = torch.float64 if params.dtype == torch.float64 else torch.float32
         self._rope_SP2 = torch.view_as_real(turns_SP).to(device, rope_dtype)
         # What a token graph leaves: all of it is written anew by every replay.
-        self._o_1D = torch.zeros(1, config.hidden_size, dtype=params.dtype, device=device)
+        self._o_1D = torch.zeros(1, config.shape.dim, dtype=params.dtype, device=device)
         self._result_2 = torch.zeros(2, dtype=torch.int64, device=device)
         work = WorkSpace(params, max_rows=PREFILL_BUCKETS[-1], buckets=PREFILL_BUCKETS)
         self.buffer_pool: BufferPool | None = BufferPool(
@@ -325,7 +325,7 @@ class GraphModel:
         x_TD = buffers.boundary_SD[block_index].index_select(0, positions_T)
         rope_TP2 = self._rope_SP2.index_select(0, positions_T)
         visible_TS = self._slots_S <= positions_T.unsqueeze(1)
-        per_group = config.num_attention_heads // config.num_key_value_heads
+        per_group = config.shape.num_heads // config.shape.num_kv_heads
         visible_MS = visible_TS.repeat(per_group, 1)
         slots_LGSH = buffers.slots_LGSH[block_index]
         for index, weights in enumerate(self._layers[block_index]):
@@ -336,7 +336,7 @@ class GraphModel:
                 rope_TP2,
                 visible_MS,
                 *weights,
-                eps=config.rms_norm_eps,
+                eps=config.shape.norm_eps,
                 scale=self._scale,
             )
         buffers.boundary_SD[block_index + 1].index_copy_(0, positions_T, x_TD)
@@ -454,7 +454,7 @@ class _LayerWeights(NamedTuple):
 
     @classmethod
     def of(cls, params: DecoderParams, index: int) -> _LayerWeights:
-        layer, width = params.layers[index], params.config.hidden_size
+        layer, width = params.layers[index], params.config.shape.dim
         return cls(
             layer.attn_norm_2D[:width],
             layer.qkv_DW,

@@ -135,22 +135,22 @@ class NativeModel:
         self._kept: list[Tensor] = []
         self._dtype = torch.int8 if params.is_int8 else params.dtype
         self._kind = _KINDS[self._dtype]
-        self._width = config.hidden_size
+        self._width = config.shape.dim
         self._num_tokens = params.num_tokens
-        self._eps = config.rms_norm_eps
+        self._eps = config.shape.norm_eps
         self._num_slots = num_slots
         self._dims = _Dims(
             kind=self._kind,
-            width=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            ffn=config.intermediate_size,
-            eps=config.rms_norm_eps,
-            scale=config.head_dim**-0.5 if params.is_low_precision else 1.0,
+            width=config.shape.dim,
+            heads=config.shape.num_heads,
+            kv_heads=config.shape.num_kv_heads,
+            head_dim=config.shape.head_dim,
+            ffn=config.shape.ffn_dim,
+            eps=config.shape.norm_eps,
+            scale=config.shape.head_dim**-0.5 if params.is_low_precision else 1.0,
             rope=self._keep(torch.view_as_real(rope_table(config, num_slots=num_slots)).float()),
         )
-        ffn = config.intermediate_size
+        ffn = config.shape.ffn_dim
         self._blocks = []
         for block in config.shape.blocks:
             layers = (_Layer * len(block))()
