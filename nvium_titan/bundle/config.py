@@ -44,6 +44,15 @@ _SHAPE_KEYS = {
 _NO_EXITS = {"exit_layers": [], "router_dim": 0, "adapter_dim": 0, "final_adapter": False}
 # What the decoder computes whatever config.json says; another value is another model.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_scaling": None}
+# What JSON gives for the annotation of a field; a bool is no int here.
+_KINDS = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "str | None": (str, type(None)),
+}
 # No loader of other projects knows it: one that took the integers for weights would say nothing.
 _QUANTIZED_TYPE = "nvium_int8"
 _MODEL_TYPES = ("nvium", _QUANTIZED_TYPE, "llama")
@@ -192,21 +201,11 @@ def _typed(data: Mapping[str, Any], key: str, kind: str, source: str) -> Any:
     if key not in data:
         raise BundleError(f"{source}: key {key!r} is missing")
     value = data[key]
-    is_int = isinstance(value, int) and not isinstance(value, bool)
     if kind == "tuple[int, ...]":
         if isinstance(value, list) and all(type(item) is int for item in value):
             return tuple(value)
-    elif kind == "float":
-        if is_int or isinstance(value, float):
-            return float(value)
-    elif (
-        (kind in ("int", "int | None") and is_int)
-        or (kind == "int | None" and value is None)
-        or (kind == "bool" and isinstance(value, bool))
-        or (kind in ("str", "str | None") and isinstance(value, str))
-        or (kind == "str | None" and value is None)
-    ):
-        return value
+    elif type(value) in _KINDS[kind]:
+        return float(value) if kind == "float" else value
     raise BundleError(f"{source}: {key}={value!r}: must be of type {kind}")
 
 
