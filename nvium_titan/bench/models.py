@@ -83,13 +83,13 @@ class BenchModel:
 
     @property
     def shape(self) -> ModelShape:
-        """The dimensions, for the arithmetic of `flops`."""
+        """The model's numbers."""
         return self.config.shape
 
     @property
     def context(self) -> int:
         """Longest sequence, tokens."""
-        return self.config.max_position_embeddings
+        return self.config.shape.max_seq_len
 
     @property
     def num_params(self) -> int:
@@ -98,15 +98,12 @@ class BenchModel:
 
     def dense(self) -> BenchModel:
         """Return the same backbone with its final exit alone: no junctions, no adapter."""
-        config = dataclasses.replace(
-            self.config, exit_layers=(), router_dim=0, adapter_dim=0, final_adapter=False
-        )
+        config = dataclasses.replace(self.config, shape=self.shape.dense(), final_adapter=False)
         return dataclasses.replace(self, config=config)
 
     def twin(self, *, seed: int) -> BenchModel:
         """Return the dense model with as many parameters, by a wider MLP, with random weights."""
-        twin = dense_twin(self.shape)
-        config = dataclasses.replace(self.dense().config, intermediate_size=twin.ffn_dim)
+        config = dataclasses.replace(self.config, shape=dense_twin(self.shape), final_adapter=False)
         return dataclasses.replace(
             self,
             config=config,

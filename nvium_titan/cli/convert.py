@@ -66,7 +66,7 @@ class Export:
             BundleError: If options exclude each other, or a bundle is to become the same bundle or
                 to change type or tokenizer.
         """
-        from nvium_titan.bundle import PROVENANCE_FILE
+        from nvium_titan.bundle.directory import PROVENANCE_FILE
         from nvium_titan.convert.export import export_checkpoint
         from nvium_titan.convert.reference import export_reference
 

@@ -141,20 +141,7 @@ def bundle_config(shape: ModelShape, *, tokenizer: Tokenizer, dtype: str) -> Bun
         dtype: Type of the exported tensors: float32, bfloat16 or float16.
     """
     return BundleConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.dim,
-        intermediate_size=shape.ffn_dim,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_seq_len,
-        rms_norm_eps=shape.norm_eps,
-        rope_theta=shape.rope_theta,
-        tie_word_embeddings=shape.tie_embeddings,
-        exit_layers=shape.exit_layers,
-        router_dim=shape.router_dim,
-        adapter_dim=shape.adapter_dim,
+        shape=shape,
         final_adapter=shape.adapter_dim > 0,
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from nvium_titan.bundle import PROVENANCE_FILE, read_bundle
+from nvium_titan.bundle import read_bundle
 from nvium_titan.bundle.config import CONFIG_FILE
+from nvium_titan.bundle.directory import PROVENANCE_FILE
 from nvium_titan.bundle.quantization import dequantize, quantize_int8
 from nvium_titan.convert.export import bundle_config, load_native_tensors, read_step_folder
 from nvium_titan.convert.layout import to_bundle

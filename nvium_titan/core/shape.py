@@ -74,7 +74,10 @@ class ModelShape:
             )
         _check_exits(self.exit_layers, num_layers=self.num_layers)
         if self.exit_layers and self.router_dim < 1:
-            raise ConfigError(f"router_dim={self.router_dim}: must be at least 1; fix [nvium]")
+            raise ConfigError(
+                f"router_dim={self.router_dim}: must be at least 1 with exit_layers="
+                f"{list(self.exit_layers)}; fix [nvium]"
+            )
         if self.adapter_dim < (1 if self.exit_layers else 0):
             raise ConfigError(
                 f"adapter_dim={self.adapter_dim}: must be at least 1 with early exits "

@@ -272,7 +272,7 @@ NVIUMS = [
 def write_nvium(folder: Path, changes: dict[str, Any]) -> tuple[BundleConfig, dict[str, Tensor]]:
     config = tiny_config(vocab_size=258, **changes)
     tensors = lively_tensors(config)
-    tensors["model.embed_tokens.weight"] *= config.hidden_size**-0.5  # a tied head's logits
+    tensors["model.embed_tokens.weight"] *= config.shape.dim**-0.5  # a tied head's logits
     write(folder, config, tensors)
     return config, tensors
 
@@ -286,7 +286,7 @@ def test_exp_06_exits_routers_and_mixture_equal_the_slow_twin(
     model = open_quietly(tmp_path / "nvium", trust_remote_code=True)
     assert type(model).__name__ == "NviumForCausalLM"
     assert set(model.state_dict()) - {"lm_head.weight"} == set(tensors) - {"lm_head.weight"}
-    ids_T = some_ids(config.vocab_size)
+    ids_T = some_ids(config.shape.vocab_size)
     twin = reference_forward(config, tensors, ids_T.tolist())
     with torch.no_grad():
         plain = model(ids_T[None])
@@ -311,20 +311,20 @@ def test_exp_06_greedy_generate_equals_our_engine(changes: dict[str, Any], tmp_p
     model = open_quietly(tmp_path / "nvium", trust_remote_code=True)
     engine = Engine.from_bundle(tmp_path / "nvium")
     for start in (0, 20):
-        prompt = some_ids(config.vocab_size)[start : start + 12]
+        prompt = some_ids(config.shape.vocab_size)[start : start + 12]
         ours = engine.generate(
             prompt.tolist(), max_new_tokens=40, sampling=SamplingParams(temperature=0)
         ).result()
         theirs = model.generate(prompt[None], max_new_tokens=40, do_sample=False)
         assert theirs[0, 12:].tolist() == list(ours.token_ids)
-        if config.exit_layers:
+        if config.shape.exit_layers:
             assert sum(count > 0 for count in ours.exit_counts) > 1
 
 
 def test_the_cache_and_the_kept_positions_change_nothing(tmp_path: Path) -> None:
     config, _ = write_nvium(tmp_path / "nvium", {})
     model = open_quietly(tmp_path / "nvium", trust_remote_code=True)
-    ids_BT = some_ids(config.vocab_size).view(2, 32)
+    ids_BT = some_ids(config.shape.vocab_size).view(2, 32)
     with torch.no_grad():
         whole = model(ids_BT).logits
         first = model(ids_BT[:, :20], use_cache=True)
@@ -335,7 +335,7 @@ def test_the_cache_and_the_kept_positions_change_nothing(tmp_path: Path) -> None
     torch.testing.assert_close(second.logits, whole[:, -3:], **BOUND)
     assert torch.equal(tuple_[0], whole)
     assert first.hidden_states is None
-    assert len(named.hidden_states) == config.num_hidden_layers + 1
+    assert len(named.hidden_states) == config.shape.num_layers + 1
     # A batch padded on the left, as `generate` takes it.
     padded = torch.nn.functional.pad(ids_BT[:1, :10], (4, 0))
     mask = torch.nn.functional.pad(torch.ones(1, 10, dtype=torch.long), (4, 0))

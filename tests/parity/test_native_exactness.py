@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,11 +42,9 @@ CONFIGS = {
     "mha-even-tied": tiny_config(exit_layers=(1, 2, 3), num_layers=4, num_kv_heads=4, tie=True),
     "dense": tiny_config(exit_layers=(), num_layers=3, final_adapter=False),
     # No dimension a multiple of the panels; odd, so that int8 pairs are padded.
-    "ragged": replace(
-        tiny_config(), hidden_size=37, intermediate_size=45, router_dim=19, adapter_dim=21
-    ),
+    "ragged": tiny_config(dim=37, ffn_dim=45, router_dim=19, adapter_dim=21),
     # Heads of every width that has its own loop.
-    **{f"head-{h}": replace(tiny_config(), head_dim=h) for h in (16, 32, 64, 128)},
+    **{f"head-{h}": tiny_config(head_dim=h) for h in (16, 32, 64, 128)},
 }
 
 
@@ -103,7 +99,7 @@ def test_decoding_over_two_turns_equals_a_full_forward(name: str, dtype: torch.d
     near = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype], "check_dtype": False}
     for boundary, expected in zip(state.buffers.boundary_SD, twin.boundary_ETD, strict=True):
         assert_close(boundary[: state.length], expected, **near)
-    for layer in range(config.num_hidden_layers):
+    for layer in range(config.shape.num_layers):
         assert_close(state.buffers.keys(layer, length=state.length), twin.keys_LGTH[layer], **near)
         assert_close(
             state.buffers.values(layer, length=state.length), twin.values_LGTH[layer], **near

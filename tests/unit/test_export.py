@@ -56,7 +56,7 @@ def test_a_checkpoint_becomes_a_bundle(shape: ModelShape, tmp_path: Path) -> Non
     path, state = write_checkpoint(tmp_path, shape)
     export_checkpoint(path, tmp_path / "bundle")
     bundle = read_bundle(tmp_path / "bundle")
-    assert bundle.config.exit_layers == shape.exit_layers
+    assert bundle.config.shape.exit_layers == shape.exit_layers
     assert bundle.config.is_plain_llama == (not shape.exit_layers)
     tensors = bundle.load_tensors()
     name = "model.layers.0.self_attn.k_proj.weight"
@@ -101,7 +101,7 @@ def test_a_model_only_checkpoint_reads_the_settings_beside_it(tmp_path: Path) ->
         export_checkpoint(path, tmp_path / "bundle")
     (tmp_path / "config.toml").write_text(settings_of(shape))
     export_checkpoint(path, tmp_path / "bundle")
-    assert read_bundle(tmp_path / "bundle").config.num_hidden_layers == shape.num_layers
+    assert read_bundle(tmp_path / "bundle").config.shape.num_layers == shape.num_layers
 
 
 @pytest.mark.cases

@@ -13,7 +13,7 @@ from torch import Tensor
 from nvium_titan.convert.layout import to_interleaved, to_rotate_half
 from nvium_titan.convert.names import native_to_hf
 from nvium_titan.core.flavors import flavor_shape
-from nvium_titan.core.shape import ModelShape, resolve_exit_layers
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import ConfigError
 from nvium_titan.train.config.tables import ModelTable, NviumTable, resolve_shape
 from nvium_titan.train.model import model_spec
@@ -124,21 +124,6 @@ def test_rotary_permutation_moves_pairs_to_halves() -> None:
     half = to_rotate_half(rows, num_heads=2)
     assert half[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
     assert torch.equal(to_interleaved(half, num_heads=2), rows)
-
-
-@pytest.mark.parametrize(
-    ("exits", "message"),
-    [
-        ({"num_layers": 6, "num_exits": 4, "exit_layers": None}, r"num_exits=4 does not divide"),
-        ({"num_layers": 6, "num_exits": 7, "exit_layers": None}, r"num_exits=7: must lie in"),
-        ({"num_layers": 6, "num_exits": 2, "exit_layers": [6]}, r"6 must lie in \[1, 5\]"),
-        ({"num_layers": 6, "num_exits": 3, "exit_layers": [3, 3]}, r"must increase strictly"),
-        ({"num_layers": 6, "num_exits": 2, "exit_layers": [1, 2]}, r"but num_exits=2"),
-    ],
-)
-def test_impossible_exits_are_refused(exits: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve_exit_layers(**exits)
 
 
 def test_tables_change_a_flavor() -> None:

@@ -57,7 +57,7 @@ def test_hydra_settings_are_found_where_their_trainer_puts_them(
     file.write_text(yaml.safe_dump(settings))
     assert find_experiment(checkpoint) == file
     import_reference(checkpoint, tmp_path / "bundle")
-    assert read_bundle(tmp_path / "bundle").config.exit_layers == (1, 5)
+    assert read_bundle(tmp_path / "bundle").config.shape.exit_layers == (1, 5)
     file.write_text("router: [")
     with pytest.raises(BundleError, match=r"config.yaml: cannot be read as YAML"):
         import_reference(checkpoint, tmp_path / "bundle")
@@ -86,7 +86,10 @@ def test_yaml_without_pyyaml_names_it(
         (lambda e: e["tying"].update(tie_early_to_final=False), r"tying\.tie_early_to_final=False"),
         (lambda e: e["router"].pop("intermediate_size"), r"key router\.intermediate_size is mis"),
         (lambda e: e.pop("early_layer_idx"), r"key early_layer_idx is missing"),
-        (lambda e: e.update(early_layer_idx=[1, 8]), r"exit_layers=\[1, 8\] is impossible"),
+        (
+            lambda e: e.update(early_layer_idx=[1, 8]),
+            r"exit_layers=\[1, 8\]: 8 must lie in \[1, 7\]",
+        ),
         (lambda e: e.update(early_layer_idx="1,5"), r"exit_layers=\['1,5'\]: must be of type"),
         (lambda e: e["tying"].update(tie_final_to_embeddings=True), r"not part .*lm_head\.weight"),
     ],

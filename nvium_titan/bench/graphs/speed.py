@@ -125,7 +125,7 @@ class LoadedShape:
             for m in (model, model.dense())
         )
         self._capture_s = {engine: _time_captures(engine) for engine in (self._nvium, self._dense)}
-        self._prompts = work.prompts(model.config.vocab_size)
+        self._prompts = work.prompts(model.config.shape.vocab_size)
 
     def speed(self, shares: Sequence[float], *, bandwidth_gb_s: float) -> ShapeFigures:
         """Run dense and every mode in turns, exits forced to `shares`.
