@@ -116,7 +116,7 @@ def assert_cache_equals(
     blocks = config.shape.blocks
     near = {"atol": tolerance, "rtol": tolerance, "check_dtype": False}
     for block, filled, boundary in zip(
-        blocks, state.counts.filled, range(1, len(blocks) + 1), strict=True
+        blocks, state.filled, range(1, len(blocks) + 1), strict=True
     ):
         assert_close(
             state.buffers.boundary_SD[boundary][:filled],

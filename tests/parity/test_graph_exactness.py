@@ -26,9 +26,9 @@ from nvium_titan.decode import (
     ScriptedExits,
 )
 from nvium_titan.decode.forward.graphs import capture
-from nvium_titan.decode.forward.graphs.capture import CudaGraphs, FakeGraphs
-from nvium_titan.decode.forward.graphs.model import LAUNCHES_PER_TOKEN, GraphModel, run_layer
-from nvium_titan.decode.runner import BlockRunner, slots_for
+from nvium_titan.decode.forward.graphs.capture import CudaGraphs, ImitatedGraphs
+from nvium_titan.decode.forward.graphs.forward import LAUNCHES_PER_TOKEN, GraphForward, run_layer
+from nvium_titan.decode.runner import Runner, slots_for
 from nvium_titan.errors import DependencyError
 from tests.helpers.reference import assert_cache_equals
 from tests.helpers.tiny_decoder import exit_scripts, lively_tensors, tiny_config
@@ -72,19 +72,19 @@ def make(
     return Engine(params, kernels=kernels, **kwargs)  # type: ignore[arg-type]
 
 
-def model_of(engine: Engine) -> GraphModel:
-    model = engine.runner.model
-    assert isinstance(model, GraphModel)
+def model_of(engine: Engine) -> GraphForward:
+    model = engine.forward
+    assert isinstance(model, GraphForward)
     return model
 
 
-def with_backend(engine: Engine, backend: FakeGraphs, **kwargs: int) -> Engine:
+def with_backend(engine: Engine, backend: ImitatedGraphs, **kwargs: int) -> Engine:
     """Give an engine another model of the same weights."""
     num_slots = slots_for(engine.max_seq_len, shapes="bucket")
-    model = GraphModel(
+    model = GraphForward(
         engine.params, num_slots=num_slots, backend=backend, compiles=False, **kwargs
     )
-    engine.runner = BlockRunner(engine.params, model, shapes="bucket")
+    engine.runner = Runner(engine.params, model, shapes="bucket")
     return engine
 
 
@@ -241,12 +241,12 @@ def test_a_failure_in_the_middle_of_a_token_leaves_the_rows_owed(
 
     for index in range(25):
         if index % 5 == 4:
-            before = list(state.counts.filled)
+            before = list(state.filled)
             with monkeypatch.context() as patch:
                 patch.setattr(capture._FakeGraph, "replay", fail)
                 with pytest.raises(RuntimeError, match="device is gone"):
                     engine.step(state, token.token_id, noise=noise)
-            assert state.counts.filled == before
+            assert state.filled == before
             after = engine.choose(state, noise=noise)
         else:
             after = engine.step(state, token.token_id, noise=noise)
@@ -266,9 +266,9 @@ def test_a_deferred_state_survives_500_replays() -> None:
     tokens = list(itertools.islice(generation, 520))
     assert {token.exit_index for token in tokens} == {0}
     assert model_of(engine).counters.replays - before >= 500
-    assert state.counts.filled == [522, 3, 3]
+    assert state.filled == [522, 3, 3]
     assert next(generation).exit_index == 2  # takes all of them up
-    assert state.counts.filled == [523, 523, 523]
+    assert state.filled == [523, 523, 523]
     assert_cache_equals(config, lively_tensors(config), state, tolerance=TOLERANCE)
 
 
@@ -302,7 +302,7 @@ def test_a_batch_gives_the_single_runs_in_counted_operations() -> None:
 
 
 def looking_back(engine: Engine) -> Engine:
-    engine.runner.model.looks_ahead = False
+    engine.forward.looks_ahead = False
     return engine
 
 
@@ -407,7 +407,7 @@ def test_the_counts_on_the_device_are_those_of_the_host() -> None:
     next(generation)
     (graphs,) = model_of(engine)._graphs.values()
     for _ in generation:
-        assert graphs.inputs.filled_E.tolist() == state.counts.filled
+        assert graphs.inputs.filled_E.tolist() == state.filled
     assert model_of(engine).counters.declined_tokens == 1  # the first: all others are one graph
 
 
@@ -518,7 +518,7 @@ def test_captures_are_bounded_by_the_tuples() -> None:
 
 
 def test_the_least_recently_used_graph_is_dropped() -> None:
-    engine = with_backend(make(), FakeGraphs(), max_token_graphs=3)
+    engine = with_backend(make(), ImitatedGraphs(), max_token_graphs=3)
     eager = make(kernels="torch")
     policy = ScriptedExits(exit_indices=(0, 0, 0, 0, 1, 0, 2, 0, 1, 1))
     results = [
@@ -638,7 +638,7 @@ def test_ext_05_host_reads_per_token_are_counted() -> None:
     for is_whole in (True, False):
         engine = make()
         if not is_whole:
-            engine.runner.model.token_runner = None
+            engine.forward.token_runner = None
         result = engine.generate([1], max_new_tokens=61, policy=policy).result()
         counters = model_of(engine).counters
         # The first token after a prompt is chosen from rows that have run.
@@ -656,7 +656,7 @@ def test_ext_05_host_reads_per_token_are_counted() -> None:
 
 
 def test_without_if_nodes_tokens_run_block_by_block(caplog: pytest.LogCaptureFixture) -> None:
-    backend = FakeGraphs()
+    backend = ImitatedGraphs()
     backend.why_no_branches = "torch 2.11 cannot capture IF nodes"
     with caplog.at_level(logging.WARNING):
         engine = with_backend(make(), backend)
@@ -673,8 +673,8 @@ def test_without_if_nodes_tokens_run_block_by_block(caplog: pytest.LogCaptureFix
 
 
 def test_graphs_are_for_cuda_and_the_fake_ones_for_the_cpu() -> None:
-    assert isinstance(model_of(make()).backend, FakeGraphs)
-    assert not isinstance(make(kernels="auto").runner.model, GraphModel)
+    assert isinstance(model_of(make()).backend, ImitatedGraphs)
+    assert not isinstance(make(kernels="auto").forward, GraphForward)
     with pytest.raises(DependencyError, match="not on meta; use kernels='auto'"):
         Engine(DecoderParams.random(CONFIG, seed=0, device="meta"), kernels="graph")
 
@@ -715,7 +715,7 @@ def test_cuda_graphs_give_the_tokens_of_single_operations(mode: str) -> None:
     engine, eager = Engine(params), Engine(params, kernels="torch")
     model = model_of(engine)
     assert isinstance(model.backend, CudaGraphs)
-    engine.runner.model.looks_ahead = mode == "ahead"
+    engine.forward.looks_ahead = mode == "ahead"
     if mode == "blocks":
         model.token_runner = None
     elif model.backend.why_no_branches:

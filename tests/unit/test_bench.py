@@ -129,7 +129,7 @@ def test_scripts_of_other_seeds_are_in_another_order() -> None:
 
 def test_forced_exits_run_and_read_the_routers_if_told_to() -> None:
     engine = BenchModel.random(tiny_shape(), seed=0).load_engine(dtype="float32", max_seq_len=20)
-    engine.runner.model.token_runner = None  # in pieces, so that each router read is counted
+    engine.forward.token_runner = None  # in pieces, so that each router read is counted
     reads = {}
     for runs_router in (False, True):
         policy = ScriptedExits(exit_indices=(2, 0), first_position=3, runs_router=runs_router)
@@ -207,10 +207,10 @@ def test_overhead_parts_sum_to_the_time_of_a_token() -> None:
 def test_timers_change_no_token_and_leave_the_engine_as_it_was() -> None:
     settings = comparison()
     engine = settings.model.load_engine(dtype="float32", max_seq_len=30)
-    model = engine.runner.model
+    model = engine.forward
     before = engine.generate([1, 2], max_new_tokens=9, seed=4).result().token_ids
     split_time(engine, [1, 2], 9, policy=SampledRouter(), seed=4)
-    assert engine.runner.model is model
+    assert engine.forward is model
     assert engine.generate([1, 2], max_new_tokens=9, seed=4).result().token_ids == before
 
 

@@ -17,7 +17,7 @@ from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.workload import Workload
 from nvium_titan.core.flavors import parse_shape
 from nvium_titan.decode import Engine
-from nvium_titan.decode.forward.graphs import model as graph_model
+from nvium_titan.decode.forward.graphs import forward as graph_model
 
 SHARES = (0.35, 0.2, 0.15, 0.3)
 WORK = Workload(prompt_tokens=3, new_tokens=11, num_pairs=1, seed=0)
@@ -87,8 +87,8 @@ def test_a_mode_is_a_view_that_leaves_the_engine_as_it_was() -> None:
     assert graphs_of(by_blocks).counters is graphs_of(engine).counters
     tokens = in_mode(engine, "tokens")
     assert tokens.runner.runs_tokens
-    assert not tokens.runner.model.looks_ahead
-    assert engine.runner.model.looks_ahead
+    assert not tokens.forward.looks_ahead
+    assert engine.forward.looks_ahead
     assert in_mode(engine, "ahead") is engine
 
 
