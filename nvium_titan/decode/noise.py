@@ -42,6 +42,16 @@ class Noise:
         self._rows = range(0)
         self._gumbel_BV = torch.empty(0)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Noise) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[int, int]:
+        return self.seed & _MASK, self._vocab_size
+
     def uniform(self, position: int, junction_index: int) -> float:
         """Return the uniform number that decides a junction, in (0, 1)."""
         return uniform(self.seed, position, 1 + junction_index)

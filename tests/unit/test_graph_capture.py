@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvium_titan.decode.forward.graphs.capture import CaptureError, ImitatedGraphs
+from nvium_titan.decode.forward.graphs.capture import CaptureError
+from tests.gpu.imitation import ImitatedGraphs
 
 X_4 = torch.tensor([1.0, 2.0, 3.0, 4.0])
 

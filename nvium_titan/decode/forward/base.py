@@ -30,7 +30,7 @@ class Group(NamedTuple):
     """How many."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenJob:
     """How the tokens of a request are chosen; the same for all of them."""
 

@@ -176,7 +176,7 @@ class GraphForward(TorchForward):
         """Launch a token, if it does not run already; None if it cannot be one graph."""
         graphs = self._graphs_on(state.buffers)
         ahead = graphs.ahead
-        if ahead is not None and ahead.length == state.length and ahead.job is job:
+        if ahead is not None and (ahead.length, ahead.job) == (state.length, job):
             graphs.ahead = None
             return ahead.result
         self._drop_ahead(state.buffers)
