@@ -24,6 +24,7 @@ from nvium_titan.cli.generate import Generate
 from nvium_titan.cli.info import Info
 from nvium_titan.cli.train import Train
 from nvium_titan.errors import NviumError
+from nvium_titan.logs import drop_known_noise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from nvium_titan.train import launch as train
 
         return train.main(words[1:])
+    drop_known_noise()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     kinds: Any = Train | Data | Export | Import | Generate | Eval | Bench | Info
     prog = "nvium"

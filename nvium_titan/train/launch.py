@@ -27,6 +27,7 @@ from nvium_titan.convert.step_folders import (
     is_finished,
 )
 from nvium_titan.errors import CheckpointError, ConfigError, NviumError
+from nvium_titan.logs import drop_known_noise
 
 if TYPE_CHECKING:
     from torchtitan.components.checkpointer import CheckpointManager
@@ -244,6 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0 if words else 2
+    drop_known_noise()
     try:
         from nvium_titan.train import compat
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from torch import Tensor
 from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import NoColor
 
 from nvium_titan.core.cost import limit_speedup
 from nvium_titan.files import replacing
+from nvium_titan.logs import takes_colours
 from nvium_titan.train.objective import TokenTerms
 
 COLLAPSE_LIMIT = 0.95
@@ -115,6 +118,9 @@ class NviumMetricsProcessor(MetricsProcessor):
 
     def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any) -> None:
         super().__init__(config, dump_folder=dump_folder, **kwargs)
+        # torchtitan logs to stdout, and colours its lines wherever that goes.
+        if not takes_colours(sys.stdout):
+            self.color = NoColor()
         self.writer_rank = _get_metrics_rank(
             parallel_dims=self.parallel_dims, pp_schedule=kwargs.get("pp_schedule", "1F1B")
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from nvium_titan.convert.export import load_native_tensors, read_step_folder
 from tests.helpers.runs import rows_of, train_here, write_toml
 
 pytestmark = pytest.mark.e2e
+
+DEBUG = Path(__file__).resolve().parents[2] / "train_configs" / "debug.toml"
 
 has_torchao = importlib.util.find_spec("torchao") is not None
 
@@ -24,6 +28,13 @@ def test_float8_without_torchao_names_the_extra(
     )
     assert train_here(write_toml(tmp_path, float8={"enable": True})) == 2
     assert "pip install 'nvium-titan[float8]'" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not has_torchao, reason="needs the extra float8")
+def test_a_command_keeps_torchao_s_warnings_to_itself() -> None:
+    command = [sys.executable, "-m", "nvium_titan.train", "--dry-run", "--config-file", str(DEBUG)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "register_constant" not in done.stderr
 
 
 @pytest.mark.skipif(not has_torchao, reason="needs the extra float8")

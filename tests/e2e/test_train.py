@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+import torch
 from torch import Tensor
 
 from nvium_titan.bundle import read_bundle
@@ -58,6 +59,20 @@ def test_a_run_leaves_its_settings_metrics_and_checkpoints(tmp_path: Path) -> No
         assert row.expected_depth == pytest.approx(depth, rel=1e-5)
     last = train[-1]
     assert last.loss == pytest.approx(last.mixture_nll + 0.03 * last.expected_depth, rel=1e-5)
+
+
+def test_a_piped_log_has_no_colour_codes_and_on_a_cpu_no_word_of_gpus(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    validator = {"enable": True, "freq": 1, "steps": 1}
+    assert train_here(write_toml(tmp_path, training={"steps": 1}, validator=validator)) == 0
+    said = _said(capfd)
+    assert "step:  1" in said
+    assert "validate step:  1" in said
+    assert "\x1b" not in said
+    if not torch.accelerator.is_available():
+        assert "lspci" not in said
+        assert "A100" not in said
 
 
 def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(tmp_path: Path) -> None:
@@ -224,7 +239,6 @@ def test_missing_data_is_refused_before_anything_is_written(
 def test_the_phases_change_without_recompiling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
     from torch._dynamo.utils import counters
 
     from nvium_titan.train.trainer import NviumTrainer
