@@ -640,7 +640,7 @@ def test_without_if_nodes_tokens_run_block_by_block(caplog: pytest.LogCaptureFix
     backend.why_no_branches = "torch 2.11 cannot capture IF nodes"
     with caplog.at_level(logging.WARNING):
         engine = make(backend=backend)
-    assert caplog.messages[-1].endswith("torch 2.11 cannot capture IF nodes")
+    assert any(m.endswith("torch 2.11 cannot capture IF nodes") for m in caplog.messages)
     eager = make(kernels="torch")
     results = [
         each.generate([1, 2, 3], max_new_tokens=40, seed=1).result() for each in (engine, eager)
