@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nvium_titan.report.records import read_metrics
+from tests.helpers import HANG_S
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 DEBUG = TOOLS.parent / "train_configs" / "debug.toml"
@@ -80,7 +81,7 @@ def test_a_slurm_job_meets_on_its_first_node_and_requeues_itself(
     stand_in(
         "srun",
         f"printf '%s\\n' \"$@\" >>{log}\ntrap 'echo saved >>{log}; exit 143' TERM\n"
-        "sleep 0.5\nkill -USR1 $PPID\nwhile :; do sleep 0.1; done",
+        "while :; do sleep 0.1; kill -USR1 $PPID; done",
     )
     environment = environment_of(
         PATH=f"{tmp_path}:{os.environ['PATH']}", CONFIG_FILE="c.toml", SLURM_JOB_ID="20007",
@@ -88,7 +89,7 @@ def test_a_slurm_job_meets_on_its_first_node_and_requeues_itself(
     )  # fmt: skip
     done = subprocess.run(
         ["bash", str(TOOLS / "slurm.sbatch"), "--training.steps", "9"],
-        env=environment, timeout=60, check=False,
+        env=environment, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 143
     words = log.read_text().splitlines()
@@ -99,6 +100,7 @@ def test_a_slurm_job_meets_on_its_first_node_and_requeues_itself(
 
 @pytest.mark.distributed
 def test_launch_trains_on_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
     environment = environment_of(
         NGPU="2", CONFIG_FILE=str(DEBUG), PYTHON=sys.executable, OMP_NUM_THREADS="1"
     )
@@ -108,7 +110,7 @@ def test_launch_trains_on_two_processes(tmp_path: Path) -> None:
         "--validator.no_enable", "--checkpoint.no_enable",
     ]  # fmt: skip
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -71,7 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "initial_load_path": str(folder / "beta" / "checkpoint" / "step-4"),
         },
     }  # fmt: skip
-    train_layouts(folder, layouts, num_processes=2, timeout_s=300)
+    train_layouts(folder, layouts, num_processes=2)
     return folder
 
 

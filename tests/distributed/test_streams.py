@@ -19,9 +19,7 @@ def run(
     toml: Path, kind: str, monkeypatch: pytest.MonkeyPatch, *flags: str
 ) -> subprocess.CompletedProcess[str]:
     monkeypatch.setenv("STREAM", kind)
-    return train_under_torchrun(
-        toml, *flags, num_processes=2, timeout_s=120, module="tests.helpers.stream_run"
-    )
+    return train_under_torchrun(toml, *flags, num_processes=2, module="tests.helpers.stream_run")
 
 
 def test_dat_04_a_rank_whose_text_ends_first_goes_on_with_padding(

@@ -12,7 +12,9 @@ import sys
 import time
 from typing import Any
 
-HELD_S = 300
+from tests.helpers import HANG_S
+
+HELD_S = 2 * HANG_S
 """Longer than any test waits, shorter than for ever: nothing is left over if a test dies."""
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from nvium_titan.bundle import read_bundle
 from nvium_titan.convert.export import export_checkpoint
 from nvium_titan.decode import Engine
+from tests.helpers import HANG_S
 from tests.helpers.runs import rows_of
 
 
@@ -28,7 +29,7 @@ def _free_port() -> int:
 
 
 def train_layouts(
-    folder: Path, layouts: Mapping[str, Mapping[str, object]], *, num_processes: int, timeout_s: int
+    folder: Path, layouts: Mapping[str, Mapping[str, object]], *, num_processes: int
 ) -> None:
     """Train every layout, one after the other, in the same gloo processes.
 
@@ -36,7 +37,6 @@ def train_layouts(
         folder: A run's TOML file and its folder lie here, under the layout's name.
         layouts: Settings of each layout.
         num_processes: Ranks of each run.
-        timeout_s: For all runs together.
     """
     runs = []
     for name, settings in layouts.items():
@@ -61,7 +61,7 @@ def train_layouts(
             )
         )  # fmt: skip
     try:
-        codes = [rank.wait(timeout_s) for rank in ranks]
+        codes = [rank.wait(len(layouts) * HANG_S) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
 from nvium_titan.bundle import BundleConfig
 from nvium_titan.decode import DecodeState
+from tests.helpers.tolerance import assert_alike
 
 
 @dataclass(frozen=True)
@@ -109,23 +109,31 @@ def reference_forward(
 
 
 def assert_cache_equals(
-    config: BundleConfig, tensors: Mapping[str, Tensor], state: DecodeState, *, tolerance: float
+    config: BundleConfig,
+    tensors: Mapping[str, Tensor],
+    state: DecodeState,
+    *,
+    tolerance: float,
+    as_a_whole: float | None = None,
 ) -> Reference:
-    """Compare every stored position of every layer with a full forward pass of the sequence."""
+    """Compare every stored position of every layer with a full forward pass of the sequence.
+
+    The tolerances are those of `assert_alike`.
+    """
     twin = reference_forward(config, tensors, state.token_ids)
     blocks = config.shape.blocks
-    near = {"atol": tolerance, "rtol": tolerance, "check_dtype": False}
+    near = {"tolerance": tolerance, "as_a_whole": as_a_whole}
     for block, filled, boundary in zip(
         blocks, state.filled, range(1, len(blocks) + 1), strict=True
     ):
-        assert_close(
+        assert_alike(
             state.buffers.boundary_SD[boundary][:filled],
             twin.boundary_ETD[boundary][:filled],
             **near,
         )
         for layer in block:
             keys = state.buffers.keys(layer, length=filled)
-            assert_close(keys, twin.keys_LGTH[layer][:, :filled], **near)
+            assert_alike(keys, twin.keys_LGTH[layer][:, :filled], **near)
             values = state.buffers.values(layer, length=filled)
-            assert_close(values, twin.values_LGTH[layer][:, :filled], **near)
+            assert_alike(values, twin.values_LGTH[layer][:, :filled], **near)
     return twin

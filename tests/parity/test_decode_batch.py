@@ -30,6 +30,7 @@ from nvium_titan.decode import (
 from tests.helpers.engines import make_engine
 from tests.helpers.reference import assert_cache_equals
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
+from tests.helpers.tolerance import model_rounding
 
 TOLERANCE = 1e-10
 CONFIGS = (
@@ -239,7 +240,7 @@ def test_more_owed_rows_than_one_call_holds_run_in_several(kernels: str) -> None
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_lower_precision_batches_stay_near_the_twin(dtype: torch.dtype, kernels: str) -> None:
-    tolerance = 1e-5 if dtype == torch.float32 else 0.25  # as for one sequence
+    tolerance = model_rounding(dtype, CONFIGS[0].shape, num_tokens=25)
     engine = make(dtype=dtype, kernels=kernels)
     states = record_states(engine)
     requests = [
