@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,23 @@ if importlib.util.find_spec("torchtitan") is not None:
     from nvium_titan.train.compat import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
+
+
+# What the extras bring. A bare install has none of it and runs the tests that need none.
+OPTIONAL = {"torchtitan", "torchdata", "spmd_types", "datasets", "pyarrow", "transformers"}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip a file that imports a package of an extra where that is not installed."""
+    report = yield
+    missing = re.search(r"ModuleNotFoundError: No module named '(\w+)", str(report.longrepr))
+    if report.failed and missing and missing[1] in OPTIONAL:
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: needs {missing[1]}")
+    return report
 
 
 @pytest.fixture(autouse=True)
