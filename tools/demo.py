@@ -38,8 +38,8 @@ from nvium_titan.core.cost import count_params, limit_speedup
 from nvium_titan.core.flavors import flavor_dims
 from nvium_titan.decode import Engine, SamplingParams
 from nvium_titan.errors import NviumError
+from nvium_titan.report.figures import plot_exit_shares, plot_loss_curves
 from nvium_titan.report.records import MetricsRow, read_metrics
-from nvium_titan.report.training_figures import plot_exit_shares, plot_loss_curves
 from nvium_titan.text.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

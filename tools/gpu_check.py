@@ -33,17 +33,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from nvium_titan.bench.graphs.exactness import Exactness, check_exactness
-from nvium_titan.bench.graphs.memory import MemoryFigures, watch_memory
-from nvium_titan.bench.graphs.modes import graphs_of
-from nvium_titan.bench.graphs.speed import LoadedShape, RateFigures, ShapeFigures, copy_bandwidth
+from nvium_titan.bench.graphs import (
+    LoadedShape,
+    RateFigures,
+    ShapeFigures,
+    copy_bandwidth,
+    graphs_of,
+)
 from nvium_titan.bench.machine import peak_flops
 from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.workload import Workload
 from nvium_titan.core.cost import ModelDims, forward_flops
 from nvium_titan.core.flavors import flavor_dims, shape_dims
-from nvium_titan.decode.forward.graphs.model import LAUNCHES_PER_TOKEN
 from nvium_titan.errors import DependencyError
+from tests.gpu.exactness import Exactness, check_exactness
+from tests.gpu.launches import launch_failures
+from tests.gpu.memory import MemoryFigures, watch_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT_FILE = "gpu_check.json"
@@ -173,7 +178,7 @@ def decoding_steps(
     plan: Plan, device: torch.device, budget: Budget, report: Report
 ) -> Iterator[str]:
     """Fill in the report; gives what has just been done."""
-    fail, work = report.failures.append, plan.work
+    work = plan.work
     report.copy_gb_s = copy_bandwidth(device, num_bytes=plan.copy_bytes)
     yield "copy bandwidth"
     model = BenchModel.random(plan.exactness, seed=work.seed, device=device)
@@ -182,9 +187,11 @@ def decoding_steps(
     for dtype in plan.exactness_dtypes:
         rows = check_exactness(model, dtype=dtype, work=work, shares=SHARES)
         report.exactness += rows
-        for row in rows:
-            if not row.passed:
-                fail(f"exactness: {row.mode}, {row.dtype}, exits {row.exits}")
+        report.failures += [
+            f"exactness: {row.mode}, {row.dtype}, exits {row.exits}"
+            for row in rows
+            if not row.passed
+        ]
         yield f"exactness, {dtype}"
     for number, (shape, dims) in enumerate(plan.shapes.items(), start=1):
         # The last third of the time is for the largest shape, the one that matters most.
@@ -196,10 +203,7 @@ def decoding_steps(
             model, num_requests=plan.memory_requests, num_rounds=plan.memory_rounds,
             sample_every=plan.memory_every, work=work,
         )  # fmt: skip
-        if not memory.is_flat:
-            fail(f"memory grows: {memory.memory_mb} MB")
-        if memory.num_graphs > memory.bound:
-            fail(f"{memory.num_graphs} graphs are held, {memory.bound} are allowed")
+        report.failures += memory.failures
         yield f"memory over {memory.num_requests} requests"
 
 
@@ -215,7 +219,7 @@ def shape_steps(
 ) -> Iterator[str]:
     """Measure one shape; exit rates only before that fraction of the time is spent."""
     model = BenchModel.random(dims, seed=plan.work.seed, device=device)
-    loaded = LoadedShape(shape, model, dtype="bfloat16", work=plan.work)
+    loaded = LoadedShape(model, dtype="bfloat16", work=plan.work)
     figures = loaded.speed(SHARES, bandwidth_gb_s=report.copy_gb_s)
     report.shapes.append(figures)
     report.failures += launch_failures(figures)
@@ -226,28 +230,6 @@ def shape_steps(
             if budget.allows(part, before=before):
                 report.rates.append(loaded.rate(rate, batch=batch))
                 yield part
-
-
-def launch_failures(figures: ShapeFigures) -> list[str]:
-    """Return what is wrong with the launches of tokens in one graph: the number is documented."""
-    failures = []
-    for mode in figures.modes:
-        launches, name = mode.launches, f"{figures.shape}, {mode.name}"
-        if launches.num_skipped and mode.name != "blocks":
-            failures.append(f"{name}: {launches.num_skipped} tokens did not run as a graph")
-        if mode.name not in ("tokens", "ahead"):
-            continue
-        if launches.graphs + launches.copies != LAUNCHES_PER_TOKEN:
-            failures.append(
-                f"{name}: {launches.graphs} graphs and {launches.copies} copies per token, "
-                f"documented are {LAUNCHES_PER_TOKEN} launches"
-            )
-        if launches.profiled_graphs not in (None, launches.graphs):
-            failures.append(
-                f"{name}: the profiler saw {launches.profiled_graphs} graphs per token, the "
-                f"engine counted {launches.graphs}"
-            )
-    return failures
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
-"""`nvium bench train`: what an N-vium training step costs beside a dense one."""
+"""`nvium bench train`: what a training step of N-vium costs beside one of dense."""
 
 from __future__ import annotations
 
-import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from nvium_titan.cli.common import command_line, progress
+from nvium_titan.cli.common import check_at_least, command_line, counted, progress
 from nvium_titan.errors import BenchError
 
 if TYPE_CHECKING:
@@ -70,7 +69,6 @@ class BenchTrain:
             ConfigError: If the file is wrong.
             KeyboardInterrupt: After the figures of an interrupted run have been printed.
         """
-        from nvium_titan import __version__
         from nvium_titan.train import compat
 
         compat.require_torchtitan()
@@ -78,52 +76,20 @@ class BenchTrain:
         import torch
 
         from nvium_titan.bench.machine import describe_cpu
-        from nvium_titan.bench.training import (
-            TrainingSystem,
-            measure_loss_memory,
-            run_pairs,
-            step_ratios,
-        )
-        from nvium_titan.cli.bench_tables import print_training, warn_if_busy
-        from nvium_titan.report.bench_records import TrainReport, to_json
+        from nvium_titan.cli.bench_tables import show, warn_if_busy
 
         comparison = self._comparison()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         cpu = describe_cpu()
         warn_if_busy(cpu)
-        loss_memory = measure_loss_memory(comparison)
-        systems = [
-            TrainingSystem(name, dims, comparison) for name, dims in comparison.models().items()
-        ]
+        systems = comparison.systems()
         with progress("steps", total=comparison.num_runs) as report_done:
-            done = itertools.count(1)
-            pairs = run_pairs(systems, num_pairs=self.pairs, on_run=lambda: report_done(next(done)))
-        times = zip(*pairs, strict=True)
-        report = TrainReport(
-            config_file=str(self.config_file),
-            exits=list(comparison.dims.plan.block_ends),
-            batch=self.batch,
-            seq_len=comparison.seq_len,
-            dtype=str(comparison.dtype).removeprefix("torch."),
-            device=comparison.device_name,
-            is_compiled=self.compile,
-            num_pairs_wanted=self.pairs,
-            num_pairs=len(pairs),
-            seed=self.seed,
-            threads=torch.get_num_threads(),
-            cpu=cpu,
-            versions={"nvium_titan": __version__, "torch": torch.__version__},
-            command=command_line(),
-            systems=[system.figures(t) for system, t in zip(systems, times, strict=True)],
-            ratios=step_ratios(systems, pairs),
-            loss_memory=loss_memory,
-        )
-        if self.json:
-            print(to_json(report))
-        else:
-            print_training(report)
-        if len(pairs) < self.pairs:
+            report = comparison.measure(
+                systems, cpu=cpu, command=command_line(), on_run=counted(report_done)
+            )
+        show(report, as_json=self.json)
+        if not report.is_complete:
             raise KeyboardInterrupt
         if self.profile is not None:
             self.profile.mkdir(parents=True, exist_ok=True)
@@ -139,10 +105,7 @@ class BenchTrain:
         from nvium_titan.train.config import load_config
         from nvium_titan.train.trainer import NviumTrainer
 
-        for name in ("pairs", "batch", "seq_len", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BenchError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        check_at_least(self, BenchError, pairs=1, batch=1, seq_len=1, threads=1)
         has_gpu = torch.cuda.is_available()
         device = self.device or ("cuda" if has_gpu else "cpu")
         if device.startswith("cuda") and not has_gpu:
@@ -160,6 +123,7 @@ class BenchTrain:
             )
         dtype = self.dtype or ("float32" if device == "cpu" else "bfloat16")
         return TrainComparison(
+            config_file=self.config_file,
             dims=dims,
             loss=config.loss,
             batch=self.batch,

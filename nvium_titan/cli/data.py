@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from nvium_titan.cli.common import progress
+from nvium_titan.cli.common import check_at_least, progress
 from nvium_titan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,10 +63,7 @@ class Prepare:
         Raises:
             ConfigError: If a number is not positive.
         """
-        for name in ("workers", "documents_per_shard"):
-            if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} {getattr(self, name)}: must be at least 1")
+        check_at_least(self, ConfigError, workers=1, documents_per_shard=1)
         from nvium_titan.train import compat
 
         compat.require_torchtitan()
@@ -115,8 +112,7 @@ class Check:
         Raises:
             ConfigError: If the number of processes is not positive.
         """
-        if self.workers < 1:
-            raise ConfigError(f"--workers {self.workers}: must be at least 1")
+        check_at_least(self, ConfigError, workers=1)
         from nvium_titan.train.data.prepare import check
 
         shown = partial(progress, "documents checked")

@@ -1,16 +1,17 @@
-"""Result records to and from JSON: the rows of a run's `metrics.jsonl`, perplexities.
-
-Nothing here needs torch.
-"""
+"""Records of training and evaluation, and how a record is read from JSON."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from nvium_titan.errors import DataError
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,12 +109,30 @@ def read_metrics(path: Path) -> list[MetricsRow]:
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; a training run writes it into its dump folder")
-    names = {field.name for field in fields(MetricsRow)}
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            record = json.loads(line)
-            rows.append(MetricsRow(**{k: v for k, v in record.items() if k in names}))
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{path}:{number}: not a row of metrics ({error})") from error
+            rows.append(from_json(MetricsRow, json.loads(line)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path}:{number}: not a row of metrics ({error!r})") from error
     return rows
+
+
+def from_json(kind: type[Record], data: Mapping[str, Any]) -> Record:
+    """Return the dataclass `kind` from the JSON object of its `asdict`; other keys are ignored.
+
+    Raises:
+        KeyError: If a field is missing.
+        TypeError: If there is no object where one belongs.
+    """
+    return kind(**{name: _value(hint, data[name]) for name, hint in _hints(kind).items()})
+
+
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+
+
+def _value(hint: Any, value: Any) -> Any:
+    item = next(iter(get_args(hint)), None)
+    if is_dataclass(hint):
+        return from_json(hint, value)  # type: ignore[arg-type]  # a class, not an instance
+    return [from_json(item, row) for row in value] if is_dataclass(item) else value  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models
 
-from nvium_titan.bench.system import Timing
+from nvium_titan.bench.systems import Timing
 from nvium_titan.bundle import Bundle
 from nvium_titan.bundle.config import CONFIG_FILE
 from nvium_titan.errors import BenchError

@@ -1,4 +1,4 @@
-"""Decoding in graphs against separate operations: the same states, exits and tokens.
+"""Check that graphs give the states, exits and tokens of separate operations.
 
 Shapes: S positions, D width, V vocabulary.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvium_titan.bench.graphs.modes import Mode, available_modes, in_mode
+from nvium_titan.bench.graphs import Mode, available_modes, in_mode
 from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.workload import Workload
 from nvium_titan.decode import DecoderParams, Engine, ExitPolicy, Noise, SampledRouter
@@ -19,14 +19,14 @@ from nvium_titan.decode.policy import exit_thresholds
 from nvium_titan.decode.runner import DecodeState
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest errors allowed, by type. States: of the largest value in a buffer. Decisions: in nats, by
-which a token or an exit may miss what separate operations would choose. Products of other shapes
-round differently, and bfloat16 has 8 bits."""
+"""Largest errors allowed, by type. States: as a fraction of the largest value in a buffer.
+Decisions: the nats by which a token or an exit may miss the choice of separate operations."""
+# Products of other shapes round differently, and bfloat16 has 8 bits.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exactness:
-    """Graphs against separate operations, on one generation."""
+    """How far graphs are from separate operations, on one generation."""
 
     mode: Mode
     """How it was decoded."""
@@ -37,27 +37,27 @@ class Exactness:
     num_tokens: int
     """New tokens."""
     state_error: float
-    """Largest difference of a key, value or boundary state to those of a full forward pass, as a
-    fraction of the largest value in its buffer."""
+    """Largest difference between a key, value or boundary state and that of a full forward pass, as
+    a fraction of the largest value in its buffer."""
     decision_error: float
-    """By how much a token or an exit missed what a full forward pass would have chosen, nats; 0
-    where all are the same."""
+    """By how much a token or an exit misses the choice of a full forward pass, nats; 0 if all are
+    the same."""
     tolerance: float
-    """Most that either may be."""
+    """Largest error allowed for either."""
     passed: bool
-    """Whether both are within it."""
+    """Whether both are within the tolerance."""
 
 
 def check_exactness(
     model: BenchModel, *, dtype: torch.dtype, work: Workload, shares: Sequence[float]
 ) -> list[Exactness]:
-    """Decode in every mode, forced and routed, and compare with separate operations.
+    """Decode in every mode, with forced and with drawn exits, and compare with separate operations.
 
     Args:
         model: A small one.
         dtype: Type to compute in.
-        work: The number of pairs does not matter.
-        shares: Of the exits, where they are forced.
+        work: What to decode, once.
+        shares: Of the forced exits.
     """
     params = DecoderParams.from_tensors(model.config, model.load_tensors(dtype))
     reference = Engine(params, max_seq_len=work.max_seq_len, kernels="torch")
@@ -115,7 +115,7 @@ def _exactness(
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference over the largest value; infinite where something is NaN."""
+    """Return the largest difference over the largest value; infinite if anything is NaN."""
     error = float((found - expected).abs().max() / expected.abs().max())
     return error if error == error else float("inf")
 
@@ -129,7 +129,7 @@ def _decision_error(
     exit_index: int,
     token_id: int,
 ) -> float:
-    """Return by how much exit and token of a position miss what the full pass says, nats."""
+    """Return by how much exit and token at a position miss the choice of the full pass, nats."""
     params, model = reference.params, reference.runner.model
     noise = Noise(seed, vocab_size=params.num_tokens, device=params.device)
     num_junctions = reference.num_exits - 1
