@@ -1,13 +1,13 @@
-"""What only a GPU can show of decoding and training, in a few minutes, without network or data.
+"""Check decoding and training on a GPU in a few minutes, without network or data.
 
     python tools/gpu_check.py --out runs/gpu             decoding in CUDA graphs, at most 8 minutes
     python tools/gpu_check.py --out runs/gpu --dry-run   the same on the CPU, tiny, graphs imitated
     python tools/gpu_check.py --train                    ten training steps (needs torchtitan)
 
-Decoding: is every way of decoding exact, what does a token launch, does memory stay flat, and what
-does it cost beside dense at three sizes. Writes gpu_check.json and prints tables; the exit code is
-1 if a check fails. Times are figures, never checks. Without a GPU it says so and passes, so that
-the same command runs everywhere.
+Decoding: is every mode exact, what does a token launch, does memory stay flat, and what does it
+cost beside dense at three sizes? Writes gpu_check.json and prints tables; the exit code is 1 if a
+check of tests/gpu fails. Times are never checked. Without a GPU it says so and passes, so the same
+command runs everywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# So that it runs in a checkout that is not installed.
+# For a checkout that is not installed; its tests never are.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -59,7 +59,7 @@ WIDTH = 120
 EXIT_RATES = (0.0, 0.5, 1.0)
 BATCHES = (1, 8)
 STATED_COST = 0.1
-"""With no early exit N-vium may take so much longer than dense than its weights say."""
+"""If no token leaves early, N-vium may be so much slower than its weights say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def dry_plan() -> Plan:
 
 
 class Budget:
-    """The time there is; what does not fit is named."""
+    """The time there is, and what did not fit into it."""
 
     def __init__(self, minutes: float) -> None:
         self.start = time.monotonic()
@@ -117,7 +117,7 @@ class Budget:
         self._seconds = 60 * minutes
 
     def allows(self, part: str, *, before: float) -> bool:
-        """Return whether a part may begin: before a fraction of the time is spent."""
+        """Return whether a part may begin: only `before` a fraction of the time is spent."""
         fits = self.spent_s < before * self._seconds
         if not fits:
             self.left_out.append(part)
@@ -148,7 +148,7 @@ class Report:
 
 
 def check_decoding(out: Path, *, is_dry_run: bool, minutes: float) -> bool:
-    """Check and measure decoding in graphs; returns whether every check passed."""
+    """Check and measure decoding in graphs; return whether every check passed."""
     console, budget = Console(width=WIDTH), Budget(minutes)
     plan = dry_plan() if is_dry_run else gpu_plan()
     device = torch.device("cpu" if is_dry_run else "cuda")
@@ -177,7 +177,7 @@ def check_decoding(out: Path, *, is_dry_run: bool, minutes: float) -> bool:
 def decoding_steps(
     plan: Plan, device: torch.device, budget: Budget, report: Report
 ) -> Iterator[str]:
-    """Fill in the report; gives what has just been done."""
+    """Fill in the report; yield what has just been done."""
     work = plan.work
     report.copy_gb_s = copy_bandwidth(device, num_bytes=plan.copy_bytes)
     yield "copy bandwidth"
@@ -194,7 +194,7 @@ def decoding_steps(
         ]
         yield f"exactness, {dtype}"
     for number, (shape, dims) in enumerate(plan.shapes.items(), start=1):
-        # The last third of the time is for the largest shape, the one that matters most.
+        # The last third of the time is for the largest shape, which matters most.
         if not budget.allows(f"{shape}: everything", before=0.3 * number - 0.1):
             continue
         yield from shape_steps(shape, dims, plan, device, budget, report, before=0.3 * number)
@@ -217,7 +217,7 @@ def shape_steps(
     *,
     before: float,
 ) -> Iterator[str]:
-    """Measure one shape; exit rates only before that fraction of the time is spent."""
+    """Measure one shape; exit rates only `before` a fraction of the time is spent."""
     model = BenchModel.random(dims, seed=plan.work.seed, device=device)
     loaded = LoadedShape(model, dtype="bfloat16", work=plan.work)
     figures = loaded.speed(SHARES, bandwidth_gb_s=report.copy_gb_s)
@@ -236,14 +236,14 @@ def shape_steps(
 
 
 def print_report(console: Console, report: Report) -> None:
-    """Print all tables, what failed, and what was left out."""
+    """Print all tables, what was left out and what failed."""
     console.print(
         f"{report.device}; {', '.join(f'{k} {v}' for k, v in report.versions.items())}; copies "
         f"{report.copy_gb_s:.0f} GB/s; {report.seconds:.0f} s",
         highlight=False,
     )
     if report.is_dry_run:
-        console.print("A dry run: it shows that everything runs; its times say nothing.")
+        console.print("A dry run: it shows that everything runs; its times mean nothing.")
     if report.why_no_token_graphs:
         console.print(f"No graph per token here: {report.why_no_token_graphs}")
     print_table(
@@ -315,7 +315,7 @@ def speed_row(figures: ShapeFigures, index: int) -> tuple[str, ...]:
 
 
 def rate_row(row: RateFigures) -> tuple[str, ...]:
-    """Return the cells of one exit rate; with none, whether it costs more than is stated."""
+    """Return the cells of one exit rate; at 0%, also whether it costs more than stated."""
     cost = "-"
     if row.exit_rate == 0 and row.limit is not None:
         is_kept = row.over_dense.ratio * (1 + STATED_COST) >= row.limit
@@ -328,22 +328,22 @@ def rate_row(row: RateFigures) -> tuple[str, ...]:
 
 
 def mark(passed: bool) -> str:
-    """Return a word for a table."""
+    """Return the word for a check's result."""
     return "passed" if passed else "FAILED"
 
 
 # --- training -------------------------------------------------------------------------------------
 
 NUM_STEPS, BATCH, SEQ_LEN = 10, 16, 1024
-# Compiled and captured by then, and between two that are logged, where the host does wait.
+# Compiled and captured by then, and between two logged steps, at which the host does wait.
 LOG_EVERY = 5
 QUIET_STEPS = range(LOG_EVERY + 1, NUM_STEPS)
 
 
 def check_train() -> bool:
-    """Train 10 steps of 768x24 in bfloat16, layers compiled, steps replayed from a CUDA graph.
+    """Train ten steps of 768x24 in bfloat16, layers compiled, steps replayed from a CUDA graph.
 
-    Fails if training does, or if our code makes the host wait for the device within a step.
+    Returns whether training worked and our code never made the host wait for the device in a step.
     """
     from nvium_titan.report.records import read_metrics
     from nvium_titan.train import compat
@@ -402,7 +402,7 @@ def check_train() -> bool:
 
 
 def main() -> int:
-    """Run the checks asked for; returns the exit code."""
+    """Run the checks asked for; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

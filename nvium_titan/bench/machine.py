@@ -57,13 +57,13 @@ def package_versions() -> dict[str, str]:
     return {"nvium_titan": __version__, "torch": torch.__version__}
 
 
-def peak_flops(device_name: str, *, dtype: str) -> float | None:
-    """Return the peak operations per second of a GPU in bfloat16; None if unknown.
+def peak_flops(name: str, *, dtype: str) -> float | None:
+    """Return the peak operations per second of the device of this name in bfloat16, if known.
 
     Example:
         "NVIDIA H200" in bfloat16 gives 989e12, any CPU gives None.
     """
-    found = [part for part in PEAK_BF16_TFLOPS if part in device_name]
+    found = [part for part in PEAK_BF16_TFLOPS if part in name]
     if dtype != "bfloat16" or not found:
         return None
     return 1e12 * PEAK_BF16_TFLOPS[max(found, key=len)]

@@ -27,9 +27,10 @@ _NEW_TOKENS = 64
 class Bench:
     """Measure decode speed beside dense models and other engines, in one process, taking turns.
 
-    A trained bundle: its routers decide. A shape: random weights, exits forced to given shares,
-    every router still run and read. Dense is the same width and depth with one exit, in the same
-    engine and type. Close everything else first: the figures show nothing otherwise.
+    In a trained bundle the routers decide. A shape has random weights: its exits are forced to
+    given shares, and every router still runs and is read. Dense is the same width and depth with
+    one exit, on the same engine in the same type. Close everything else first, or the figures show
+    nothing.
 
     nvium bench bundles/demo
 
@@ -47,34 +48,34 @@ class Bench:
     """Width x layers of a model with random weights, such as 768x24."""
 
     exits: int | None = None
-    """Exits of the --shape, evenly spaced; default: 4."""
+    """Exits of a --shape, evenly spaced; default: 4."""
 
     exit_probs: str | None = None
-    """Share of tokens to force out at each exit, such as .35,.2,.15,.3; default: for a bundle its
-    routers decide, for a shape all alike."""
+    """Share of the tokens to force out at each exit, such as .35,.2,.15,.3; default: a bundle's
+    routers decide, a shape has equal shares."""
 
     dtypes: str = "float32"
-    """Types to compute in, separated by commas: one comparison each."""
+    """Types to compute in, separated by commas; each is a comparison of its own."""
 
     device: str = "cpu"
-    """Where our engine computes: cpu or cuda."""
+    """Where our engine runs: cpu or cuda."""
 
     kernels: Literal["auto", "torch", "native", "graph"] = "auto"
-    """What computes: graph (CUDA graphs; imitated on the CPU, slowly), native (compiled, for the
-    CPU), torch (separate operations); default: graph on cuda, native on the CPU."""
+    """What computes: graph (CUDA graphs; on the CPU a slow imitation), native (compiled, for the
+    CPU) or torch (separate operations); default: graph on cuda, native on the CPU."""
 
     threads: int | None = None
-    """CPU threads; default: as torch sets them."""
+    """CPU threads; default: torch's."""
 
     prompt_tokens: int = 32
     """Tokens of each prompt."""
 
     new_tokens: int | None = None
-    """Tokens to make in each run, the first of which counts as time to first token only; default:
-    64, and at most 128 per prompt of --prompts."""
+    """Tokens to make per run and sequence, of which the first only counts as time to first token;
+    default: 64, with --prompts at most 128 per prompt."""
 
     batch: int = 1
-    """Sequences decoded at once by our engine, in lock-step; ms/token is over the tokens of all."""
+    """Sequences that our engine decodes at once, in lock-step; ms/token counts all their tokens."""
 
     pairs: int = 20
     """Rounds in which every system runs once."""
@@ -83,20 +84,20 @@ class Bench:
     """Decides weights, prompts, exits and tokens."""
 
     twin: bool = False
-    """Also run the dense model with as many parameters (a wider MLP)."""
+    """Also run a dense model with as many parameters (a wider MLP)."""
 
     dense: Path | None = None
     """A trained dense bundle to run as well."""
 
     peer: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Another engine with the dense model in it: hf, ctranslate2, llama.cpp, onnxruntime-genai, or
+    """Another engine to run the dense model in: hf, ctranslate2, llama.cpp, onnxruntime-genai, or
     NAME:DTYPE; may be given several times."""
 
     prompts: Path | None = None
-    """Answer the prompts of Spec-Bench's question.jsonl instead, in three trials; for a bundle."""
+    """Instead let a bundle and dense answer Spec-Bench's question.jsonl, in three trials."""
 
     per_category: int | None = None
-    """With --prompts: take the first N questions of each category; default: all."""
+    """With --prompts: questions to take of each category, the first ones; default: all."""
 
     json: bool = False
     """Print one JSON object."""
@@ -105,7 +106,7 @@ class Bench:
     """Folder for bench.json and a bar chart, bench.png (needs the extra plots)."""
 
     def run(self) -> None:
-        """Measure and print; after Ctrl-C what there is so far.
+        """Measure and print; after Ctrl-C, what there is so far.
 
         Raises:
             BenchError: If there is not exactly one model, or a number is impossible.
@@ -147,8 +148,8 @@ class Bench:
             raise BenchError("--per-category takes questions of --prompts, which is missing")
         if self.batch > 1 and self.peer:
             raise BenchError(
-                f"--batch {self.batch} does not go with --peer {self.peer[0]}: other engines are "
-                "measured one sequence at a time"
+                f"--batch {self.batch} does not go with --peer {self.peer[0]}: other engines "
+                "decode one sequence at a time"
             )
         if self.prompts is not None:
             for name in ("shape", "exit_probs", "twin", "peer"):
@@ -166,7 +167,9 @@ class Bench:
         if not self.device.startswith("cuda") or not torch.cuda.is_available():
             raise BenchError(f"--device {self.device}: torch sees no such GPU here; use cpu")
         if self.peer:
-            raise BenchError(f"--peer {self.peer[0]} runs on the CPU, so not with --device cuda")
+            raise BenchError(
+                f"--peer {self.peer[0]} runs on the CPU: it does not go with --device {self.device}"
+            )
         if "int8" in dtypes:
             raise BenchError("--dtypes int8: int8 weights are for the CPU; use bfloat16")
 
@@ -196,8 +199,8 @@ class Bench:
             for peer in peers:
                 if peer.dtype_beside(dtype) is None:
                     print(
-                        f"nvium: {peer.name} has no {dtype} and is left out there; to run it in "
-                        f"another type: --peer {peer.name}:float32",
+                        f"nvium: {peer.name} has no {dtype} and is left out beside it; to run it "
+                        f"in another type: --peer {peer.name}:float32",
                         file=sys.stderr,
                     )
         return Comparison(

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 class BenchTrain:
     """Measure what a training step costs beside a dense model's, in one process, taking turns.
 
-    A step is forward, loss and backward of random tokens, without optimizer and recomputation.
-    Dense is the same width and depth with one exit and no adapter. Close everything else first:
-    the figures show nothing otherwise.
+    A step is forward, loss and backward on random tokens, without optimizer or recomputation.
+    Dense is the same width and depth with one exit and no adapter. Close everything else first, or
+    the figures show nothing.
 
     nvium bench train --config-file train_configs/quadrivium-768x24.toml
     """
 
     config_file: Path
-    """The TOML file of a training run; its model, [loss] and [training] seq_len count."""
+    """The TOML file of a training run: its model, [loss] and [training] seq_len."""
 
     pairs: int = 5
-    """Rounds in which every model makes one step."""
+    """Pairs: rounds in which every model makes one step."""
 
     batch: int = 1
     """Sequences of a step."""
@@ -38,10 +38,10 @@ class BenchTrain:
     """Tokens of each; default: those of the file."""
 
     twin: bool = False
-    """Also run the dense model with as many parameters (a wider MLP)."""
+    """Also run a dense model with as many parameters (a wider MLP)."""
 
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of weights and activations; default: float32 on a CPU, otherwise bfloat16."""
+    """Type of weights and activations; default: float32 on the CPU, otherwise bfloat16."""
 
     device: str | None = None
     """cpu, cuda or cuda:N; default: the GPU if there is one."""
@@ -50,7 +50,7 @@ class BenchTrain:
     """Compile each layer, as [compile] enable = true does."""
 
     threads: int | None = None
-    """CPU threads; default: as torch sets them."""
+    """CPU threads; default: torch's."""
 
     seed: int = 0
     """Decides weights and tokens."""
@@ -62,7 +62,7 @@ class BenchTrain:
     """Print one JSON object."""
 
     def run(self) -> None:
-        """Measure and print; after Ctrl-C what there is so far.
+        """Measure and print; after Ctrl-C, what there is so far.
 
         Raises:
             BenchError: If a number is impossible, or there is no such device.

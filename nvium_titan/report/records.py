@@ -45,19 +45,18 @@ class MetricsRow:
     lr: float | None
     """Learning rate; None for validation."""
     tokens: int
-    """Training tokens seen so far; for validation the tokens it ran over."""
+    """Training tokens seen so far; of a validation, the tokens it ran over."""
     tokens_per_s: float
     """Tokens per second over all ranks, since the last row."""
     limit_speedup: float | None
-    """Decode speed-up over dense that these exit shares allow."""
+    """Highest decode speed-up over dense that these exit shares allow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModePerplexity:
     """How well one distribution of a model predicts a text.
 
-    A perplexity is exp(-log_likelihood / count), by what is counted; None where nothing is, or
-    where it is beyond a float.
+    A perplexity is exp(-log_likelihood / count); None if the count is 0 or a float overflows.
     """
 
     mode: str
@@ -67,7 +66,7 @@ class ModePerplexity:
     token_perplexity: float | None
     """Per scored token."""
     word_perplexity: float | None
-    """Per word: what stands between white space."""
+    """Per word: text between white space."""
     byte_perplexity: float | None
     """Per byte of the text in UTF-8."""
 
@@ -81,9 +80,9 @@ class PerplexityResult:
     exit_shares: list[float]
     """Mean exit probability of each exit over the scored tokens."""
     window: int
-    """Most tokens that a prediction is conditioned on."""
+    """Most tokens of context of a prediction."""
     stride: int
-    """Tokens scored by each window after the first of a document."""
+    """Tokens that each further window of a document scores."""
     num_documents: int
     """Documents with at least one scored token."""
     num_tokens: int
@@ -93,9 +92,9 @@ class PerplexityResult:
     num_bytes: int
     """UTF-8 bytes of the scored text."""
     starts_with_bos: bool
-    """Whether BOS stands before each document; if not, its first token is only conditioned on."""
+    """Whether BOS starts each document; if not, its first token is context only."""
     scores_eos: bool
-    """Whether the end of a document is scored as a token."""
+    """Whether the end of a document is scored, as a token."""
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:
@@ -105,7 +104,7 @@ def read_metrics(path: Path) -> list[MetricsRow]:
         path: The file.
 
     Raises:
-        DataError: If it is missing, or a line is not such a row.
+        DataError: If the file is missing, or a line is not such a row.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; a training run writes it into its dump folder")
