@@ -180,14 +180,16 @@ def _open_systems(comparison: Comparison, *, dtype: str) -> Iterator[_Systems]:
             systems.others.append(ours("trained dense", comparison.trained_dense))
         if comparison.with_twin:
             systems.others.append(ours("twin", model.twin(seed=work.seed)))
-        peers = [(peer.name, peer.dtype_beside(dtype)) for peer in comparison.peers]
-        if any(peer_dtype for _, peer_dtype in peers):
+        peers = [
+            (peer.name, peer_dtype)
+            for peer in comparison.peers
+            if (peer_dtype := peer.dtype_beside(dtype)) is not None
+        ]
+        if peers:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="nvium-bench-")))
             bundle = folder / "dense"
             dense.write(bundle, dtype="bfloat16" if dtype == "bfloat16" else "float32")
             for number, (name, peer_dtype) in enumerate(peers):
-                if peer_dtype is None:
-                    continue
                 work_dir = folder / str(number)
                 work_dir.mkdir()
                 peer = load_peer(

@@ -6,10 +6,12 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from nvium_titan.bench import specbench
 from nvium_titan.bench.decoding import Comparison, run_comparison
 from nvium_titan.bench.machine import describe_cpu
 from nvium_titan.bench.models import BenchModel, check_dtypes
@@ -21,7 +23,7 @@ from nvium_titan.bench.systems import EngineRun, EngineSystem, Timing
 from nvium_titan.bench.workload import Workload, exit_counts, exit_script
 from nvium_titan.core.cost import ModelDims, count_params, limit_speedup
 from nvium_titan.core.flavors import flavor_dims, shape_dims
-from nvium_titan.decode import SampledRouter, ScriptedExits
+from nvium_titan.decode import Engine, SampledRouter, ScriptedExits
 from nvium_titan.errors import BenchError, DataError
 from nvium_titan.report.bench_records import BenchReport, DtypeFigures, read_report, to_json
 
@@ -458,3 +460,52 @@ def test_every_question_is_answered_in_three_trials_by_both() -> None:
     assert sum(figures.exit_shares) == pytest.approx(1)
     with pytest.raises(BenchError, match="no room for a prompt in a context of 40"):
         dataclasses.replace(bench, max_new_tokens=40)
+
+
+def spec_bench(*categories: str) -> SpecBench:
+    model = BenchModel.random(tiny_dims(), seed=0)
+    return SpecBench(
+        model=model, dense=model.dense(), prompts=Path("q.jsonl"),
+        questions=[Question(name, ("x",)) for name in categories], max_new_tokens=3, seed=7,
+        kernels="auto",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_questions", [2, 3])
+def test_each_question_is_answered_by_either_model_first(
+    num_questions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int, int]] = []
+    original = specbench._answer
+
+    def noted(engine: Engine, tokenizer: object, question: Question, *rest: int, seed: int) -> Any:
+        calls.append((question.category, engine.num_exits, seed))
+        return original(engine, tokenizer, question, *rest, seed=seed)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(specbench, "_answer", noted)
+    names = [f"question {index}" for index in range(num_questions)]
+    spec_bench(*names).measure(["float32"], cpu=describe_cpu(), command="", on_run=lambda: None)
+    pairs = list(zip(calls[2::2], calls[3::2], strict=True))
+    assert all(first[::2] == second[::2] for first, second in pairs), "the same for both models"
+    assert sorted(first[2] for first, _ in pairs) == list(range(7, 7 + 3 * num_questions))
+    for index, name in enumerate(names):
+        firsts = [first[1] for first, _ in pairs if first[0] == name]
+        assert firsts == ([4, 1, 4] if index % 2 == 0 else [1, 4, 1])
+
+
+def test_an_interrupted_question_counts_for_neither_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = specbench._answer
+
+    def interrupted(*args: Any, **settings: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2 + 3:  # warm-up, one pair, and half of the next
+            raise KeyboardInterrupt
+        return original(*args, **settings)
+
+    monkeypatch.setattr(specbench, "_answer", interrupted)
+    bench = spec_bench("qa", "talk")
+    report = bench.measure(["float32"], cpu=describe_cpu(), command="", on_run=lambda: None)
+    (figures,) = report.dtypes
+    assert not report.is_complete
+    assert [(row.category, row.num_prompts) for row in figures.categories] == [("qa", 1)]
