@@ -5,7 +5,7 @@
     |-- StreamError             1  the source of the text fails for good
     |-- SaveError               1  a checkpoint could not be saved
     `-- UsageError              2  (wrong use: the input must be changed)
-        |-- ConfigError         2  a TOML file, a flag, an exit plan
+        |-- ConfigError         2  a TOML file, a flag, a shape
         |-- DataError           2  text, jsonl, folders
         |-- TokenizerError      2  a tokenizer file, a vocabulary
         |-- CheckpointError     2  a DCP step folder

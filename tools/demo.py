@@ -35,7 +35,7 @@ from rich.table import Table
 
 from nvium_titan.convert.export import export_checkpoint
 from nvium_titan.core.cost import count_params, limit_speedup
-from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.core.flavors import flavor_shape
 from nvium_titan.decode import Engine, SamplingParams
 from nvium_titan.errors import NviumError
 from nvium_titan.report.figures import plot_exit_shares, plot_loss_curves
@@ -194,18 +194,18 @@ def decode_both(
 def summarize(metrics: dict[str, list[MetricsRow]], rates: dict[str, list[float]]) -> Summary:
     """Return the figures; the speed-up is the median over pairs decoded one after the other."""
     last = {name: [r for r in rows if r.split == "val"][-1] for name, rows in metrics.items()}
-    dims = flavor_dims("demo")
+    shape = flavor_shape("demo")
     pairs = zip(rates["N-vium"], rates["dense twin"], strict=True)
     nvium = last["N-vium"]
     return Summary(
-        params=sum(count_params(dims).values()),
-        params_dense=sum(count_params(flavor_dims("dense-demo")).values()),
+        params=sum(count_params(shape).values()),
+        params_dense=sum(count_params(flavor_shape("dense-demo")).values()),
         val_ppl_mixture=nvium.perplexity,
         val_ppl_exits=[math.exp(ce) for ce in nvium.exit_ce],
         val_ppl_dense=last["dense twin"].perplexity,
         exit_shares=nvium.exit_shares,
         expected_depth=nvium.expected_depth,
-        limit_speedup=limit_speedup(dims, nvium.exit_shares),
+        limit_speedup=limit_speedup(shape, nvium.exit_shares),
         tokens_per_s_nvium=statistics.median(rates["N-vium"]),
         tokens_per_s_dense=statistics.median(rates["dense twin"]),
         speedup=statistics.median(a / b for a, b in pairs),

@@ -43,10 +43,12 @@ from nvium_titan.bench.graphs import (
 from nvium_titan.bench.machine import peak_flops
 from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.workload import Workload
-from nvium_titan.core.cost import ModelDims, forward_flops
-from nvium_titan.core.flavors import flavor_dims, shape_dims
+from nvium_titan.core.cost import forward_flops
+from nvium_titan.core.flavors import flavor_shape, parse_shape
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import DependencyError
 from tests.gpu.exactness import Exactness, check_exactness
+from tests.gpu.imitation import graph_engine
 from tests.gpu.launches import launch_failures
 from tests.gpu.memory import MemoryFigures, watch_memory
 
@@ -66,9 +68,9 @@ STATED_COST = 0.1
 class Plan:
     """How much to run."""
 
-    exactness: ModelDims
+    exactness: ModelShape
     exactness_dtypes: tuple[torch.dtype, ...]
-    shapes: dict[str, ModelDims]
+    shapes: dict[str, ModelShape]
     work: Workload
     copy_bytes: int
     memory_requests: int
@@ -79,9 +81,9 @@ class Plan:
 def gpu_plan() -> Plan:
     """Return the plan of a GPU."""
     return Plan(
-        exactness=flavor_dims("quadrivium-256x24"),
+        exactness=flavor_shape("quadrivium-256x24"),
         exactness_dtypes=(torch.float32, torch.bfloat16),
-        shapes={name: shape_dims(name) for name in ("768x24", "768x48", "1536x48")},
+        shapes={name: parse_shape(name) for name in ("768x24", "768x48", "1536x48")},
         work=Workload(prompt_tokens=32, new_tokens=101, num_pairs=7, seed=0),
         copy_bytes=2 << 30,
         memory_requests=60,
@@ -93,13 +95,13 @@ def gpu_plan() -> Plan:
 def dry_plan() -> Plan:
     """Return the plan of a dry run: all of it, tiny."""
 
-    def tiny(shape: str) -> ModelDims:
-        return dataclasses.replace(shape_dims(shape), vocab_size=300)
+    def tiny(size: str) -> ModelShape:
+        return dataclasses.replace(parse_shape(size), vocab_size=300)
 
     return Plan(
         exactness=tiny("64x4"),
         exactness_dtypes=(torch.float64, torch.float32, torch.bfloat16),
-        shapes={shape: tiny(shape) for shape in ("32x4", "32x8", "64x4")},
+        shapes={size: tiny(size) for size in ("32x4", "32x8", "64x4")},
         work=Workload(prompt_tokens=4, new_tokens=13, num_pairs=2, seed=0),
         copy_bytes=1 << 20,
         memory_requests=8,
@@ -182,7 +184,7 @@ def decoding_steps(
     report.copy_gb_s = copy_bandwidth(device, num_bytes=plan.copy_bytes)
     yield "copy bandwidth"
     model = BenchModel.random(plan.exactness, seed=work.seed, device=device)
-    engine = model.load_engine(dtype="float32", max_seq_len=work.max_seq_len, kernels="graph")
+    engine = graph_engine(model.load_params(dtype="float32"), max_seq_len=work.max_seq_len)
     report.why_no_token_graphs = graphs_of(engine).backend.why_no_branches
     for dtype in plan.exactness_dtypes:
         rows = check_exactness(model, dtype=dtype, work=work, shares=SHARES)
@@ -193,11 +195,11 @@ def decoding_steps(
             if not row.passed
         ]
         yield f"exactness, {dtype}"
-    for number, (shape, dims) in enumerate(plan.shapes.items(), start=1):
+    for number, (name, shape) in enumerate(plan.shapes.items(), start=1):
         # The last third of the time is for the largest shape, which matters most.
-        if not budget.allows(f"{shape}: everything", before=0.3 * number - 0.1):
+        if not budget.allows(f"{name}: everything", before=0.3 * number - 0.1):
             continue
-        yield from shape_steps(shape, dims, plan, device, budget, report, before=0.3 * number)
+        yield from shape_steps(name, shape, plan, device, budget, report, before=0.3 * number)
     if budget.allows("memory over many requests", before=0.92):
         report.memory = memory = watch_memory(
             model, num_requests=plan.memory_requests, num_rounds=plan.memory_rounds,
@@ -208,8 +210,8 @@ def decoding_steps(
 
 
 def shape_steps(
-    shape: str,
-    dims: ModelDims,
+    name: str,
+    shape: ModelShape,
     plan: Plan,
     device: torch.device,
     budget: Budget,
@@ -218,15 +220,15 @@ def shape_steps(
     before: float,
 ) -> Iterator[str]:
     """Measure one shape; exit rates only `before` a fraction of the time is spent."""
-    model = BenchModel.random(dims, seed=plan.work.seed, device=device)
-    loaded = LoadedShape(model, dtype="bfloat16", work=plan.work)
+    model = BenchModel.random(shape, seed=plan.work.seed, device=device)
+    loaded = LoadedShape(model, dtype="bfloat16", work=plan.work, build=graph_engine)
     figures = loaded.speed(SHARES, bandwidth_gb_s=report.copy_gb_s)
     report.shapes.append(figures)
     report.failures += launch_failures(figures)
-    yield f"{shape}, forced exits"
+    yield f"{name}, forced exits"
     for batch in BATCHES:
         for rate in EXIT_RATES:
-            part = f"{shape}: exit rate {rate:.0%}, batch {batch}"
+            part = f"{name}: exit rate {rate:.0%}, batch {batch}"
             if budget.allows(part, before=before):
                 report.rates.append(loaded.rate(rate, batch=batch))
                 yield part
@@ -385,7 +387,7 @@ def check_train() -> bool:
             print(f"train: FAILED with exit code {code}")
             return False
         last = read_metrics(Path(folder) / "metrics.jsonl")[-1]
-    flops = 3 * sum(forward_flops(flavor_dims("quadrivium-768x24"), seq_len=SEQ_LEN).values())
+    flops = 3 * sum(forward_flops(flavor_shape("quadrivium-768x24"), seq_len=SEQ_LEN).values())
     peak = peak_flops(torch.cuda.get_device_name(), dtype="bfloat16")
     mfu = "unknown peak" if peak is None else f"{flops * last.tokens_per_s / peak:.1%}"
     print(

@@ -28,7 +28,7 @@ from nvium_titan.bench.systems import (
 from nvium_titan.bench.workload import Workload
 from nvium_titan.core.cost import weights_read_per_token
 from nvium_titan.decode import ExitPolicy, SampledRouter
-from nvium_titan.decode.forward.choose import Kernels
+from nvium_titan.decode.forward.build import Kernels
 from nvium_titan.report.bench_records import (
     OURS,
     BenchReport,
@@ -96,7 +96,7 @@ class Comparison:
         model, work, shares = self.model, self.work, self.forced_shares
         return BenchReport(
             model=model.name,
-            exits=list(model.config.plan.block_ends),
+            exits=list(model.shape.block_ends),
             num_params=model.num_params,
             forced_shares=None if shares is None else list(shares),
             prompt_tokens=work.prompt_tokens,
@@ -229,7 +229,7 @@ def _figures(
     runs = cast("list[EngineRun]", [pair[0] for pair in pairs])
     results = [result for run in runs for result in run.results]
     exits = Counter(index for result in results for index in result.exit_indices[1:])
-    shares = [exits[index] / exits.total() for index in range(model.config.plan.num_exits)]
+    shares = [exits[index] / exits.total() for index in range(model.shape.num_exits)]
     groups = sum((result.stats.group_sizes for result in results), Counter[int]())
     timings = list(zip(*pairs, strict=True))
     figures = [_system_figures(*each) for each in zip(systems, timings, strict=True)]
@@ -243,8 +243,8 @@ def _figures(
     megabytes: dict[str, float] = {}
     if comparison.batch == 1:
         weights = {
-            "N-vium": weights_read_per_token(model.dims, shares),
-            "dense": weights_read_per_token(model.dense().dims, [1.0]),
+            "N-vium": weights_read_per_token(model.shape, shares),
+            "dense": weights_read_per_token(model.shape.dense(), [1.0]),
         }
         megabytes = {name: WEIGHT_BYTES[dtype] * count / 1e6 for name, count in weights.items()}
         limit = megabytes["dense"] / megabytes["N-vium"]

@@ -1,8 +1,6 @@
 """Decoding in graphs beside dense: what it costs, and what a token launches, copies and reads.
 
-Three modes: a graph per block with a host read at every junction; a graph per token; the same, with
-the next token launched before this one is read. On the CPU graphs are imitated, where everything
-but the times means the same.
+Graphs are CUDA's, or an imitation on the CPU, of which everything but the times means the same.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,38 +23,26 @@ from nvium_titan.bench.systems import SETTLE_S, EngineRun, EngineSystem, host_re
 from nvium_titan.bench.workload import Workload
 from nvium_titan.core.cost import limit_speedup, weights_read_per_token
 from nvium_titan.decode import Engine, ExitPolicy, SampledRouter
-from nvium_titan.decode.forward.graphs.model import GraphModel
+from nvium_titan.decode.forward.graphs.forward import GraphForward, Mode
 from nvium_titan.report.bench_records import Quartiles, Ratio
-
-Mode = Literal["blocks", "tokens", "ahead"]
-"""A graph per block; a graph per token; the same, launched ahead, as engines do."""
 
 _COPIES = 11
 
 
-def graphs_of(engine: Engine) -> GraphModel:
-    """Return the model of an engine that decodes in graphs."""
-    model = engine.runner.model
-    assert isinstance(model, GraphModel), "an engine with kernels='graph'"
-    return model
+def graphs_of(engine: Engine) -> GraphForward:
+    """Return the forward of an engine that decodes in graphs."""
+    assert isinstance(engine.forward, GraphForward), "an engine with kernels='graph'"
+    return engine.forward
 
 
 def in_mode(engine: Engine, mode: Mode) -> Engine:
     """Return the engine decoding in a mode; weights, buffers, graphs and counters are shared."""
-    if mode == "ahead":
-        return engine
-    other = copy.copy(engine)
-    other.runner = copy.copy(engine.runner)
-    other.runner.model = copy.copy(engine.runner.model)
-    other.runner.model.looks_ahead = False
-    if mode == "blocks":
-        other.runner.model.token_runner = None
-    return other
+    return Engine.with_forward(graphs_of(engine).in_mode(mode), max_seq_len=engine.max_seq_len)
 
 
 def available_modes(engine: Engine) -> list[Mode]:
     """Return the modes that the engine's device and torch support."""
-    return ["blocks", "tokens", "ahead"] if engine.runner.runs_tokens else ["blocks"]
+    return ["blocks"] if graphs_of(engine).mode == "blocks" else ["blocks", "tokens", "ahead"]
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -171,21 +156,24 @@ def copy_bandwidth(device: torch.device, *, num_bytes: int) -> float:
 class LoadedShape:
     """N-vium and dense of one shape, in graphs, ready to run."""
 
-    def __init__(self, model: BenchModel, *, dtype: str, work: Workload) -> None:
+    def __init__(
+        self, model: BenchModel, *, dtype: str, work: Workload, build: Callable[..., Engine]
+    ) -> None:
         """Load both.
 
         Args:
             model: The N-vium.
             dtype: One of `ENGINE_DTYPES`.
             work: What each run decodes.
+            build: Makes an engine in graphs from `DecoderParams` and `max_seq_len`.
         """
         self._model, self._dtype, self._work = model, dtype, work
         self._nvium, self._dense = (
-            m.load_engine(dtype=dtype, max_seq_len=work.max_seq_len, kernels="graph")
+            build(m.load_params(dtype=dtype), max_seq_len=work.max_seq_len)
             for m in (model, model.dense())
         )
         self._capture_s = {engine: time_captures(engine) for engine in (self._nvium, self._dense)}
-        self._prompts = work.prompts(model.config.vocab_size)
+        self._prompts = work.prompts(model.shape.vocab_size)
 
     def speed(self, shares: Sequence[float], *, bandwidth_gb_s: float) -> ShapeFigures:
         """Run dense and every mode in turns, exits forced to `shares`.
@@ -201,10 +189,10 @@ class LoadedShape:
             for mode in available_modes(self._nvium)
         ]
         dense_ms, *mode_ms = (_ms_per_token(runs) for runs in self._run(systems))
-        dims, dense_dims = self._model.dims, self._model.dense().dims
-        weights = weights_read_per_token(dense_dims, [1.0])
+        shape = self._model.shape
+        weights = weights_read_per_token(shape.dense(), [1.0])
         modes = [self._figures(systems[0], dense_ms, weights, bandwidth_gb_s, over_dense=None)]
-        weights = weights_read_per_token(dims, shares)
+        weights = weights_read_per_token(shape, shares)
         for system, ms in zip(systems[1:], mode_ms, strict=True):
             ratio = paired_ratio("dense", dense_ms, ms)
             modes.append(self._figures(system, ms, weights, bandwidth_gb_s, over_dense=ratio))
@@ -212,7 +200,7 @@ class LoadedShape:
             shape=self._model.name,
             dtype=self._dtype,
             exit_shares=list(shares),
-            limit=limit_speedup(dims, shares),
+            limit=limit_speedup(shape, shares),
             modes=modes,
         )
 
@@ -231,7 +219,7 @@ class LoadedShape:
             dense_ms=quartiles(dense_ms).median,
             nvium_ms=quartiles(nvium_ms).median,
             over_dense=paired_ratio("dense", dense_ms, nvium_ms),
-            limit=limit_speedup(self._model.dims, shares) if batch == 1 else None,
+            limit=limit_speedup(self._model.shape, shares) if batch == 1 else None,
             host_reads_per_token=host_reads_per_token(nvium_runs),
         )
 
@@ -261,7 +249,7 @@ class LoadedShape:
         over_dense: Ratio | None,
     ) -> ModeFigures:
         engine = self._dense if system.name == "dense" else self._nvium
-        model = graphs_of(engine)
+        forward = graphs_of(engine)
         found = quartiles(times_ms)
         gb_per_s = weights * WEIGHT_BYTES[self._dtype] / 1e9 / (found.median / 1000)
         return ModeFigures(
@@ -270,9 +258,9 @@ class LoadedShape:
             bandwidth_share=gb_per_s / bandwidth_gb_s,
             over_dense=over_dense,
             launches=count_launches(system, self._prompts[0], num_tokens=self._work.new_tokens - 1),
-            num_graphs=model.num_graphs,
+            num_graphs=forward.num_graphs,
             capture_s=sum(self._capture_s[engine]),
-            pool_mb=model.backend.pool_bytes / 1e6,
+            pool_mb=forward.backend.pool_bytes / 1e6,
         )
 
 

@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 
 from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle, write_bundle
-from nvium_titan.bundle.quantization import dequantize, quantize_int8
 from nvium_titan.convert.export import bundle_config
-from nvium_titan.core.cost import ModelDims
 from nvium_titan.core.flavors import dense_twin
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.decode import DecoderParams, Engine
-from nvium_titan.decode.forward.choose import Kernels
+from nvium_titan.decode.forward.build import Kernels
 from nvium_titan.decode.params import random_tensors
 from nvium_titan.errors import BenchError, nearest
 from nvium_titan.text.tokenizer import ByteTokenizer, Tokenizer
 
 ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}
-"""Type of the tensors that `load_engine` starts from, by the type it computes in."""
+"""Type of the tensors to start from, by the type that the engine computes in."""
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 """Bytes of a weight, by the same names."""
@@ -50,14 +49,14 @@ class BenchModel:
 
     @classmethod
     def random(
-        cls, dims: ModelDims, *, seed: int, device: torch.device | str = "cpu"
+        cls, shape: ModelShape, *, seed: int, device: torch.device | str = "cpu"
     ) -> BenchModel:
         """Return a model with random weights: where exits are forced, they do not affect speed."""
         device = torch.device(device)
-        tokenizer = _AnyId(dims.vocab_size)
-        config = bundle_config(dims, tokenizer=tokenizer, dtype="float32")
+        tokenizer = _AnyId(shape.vocab_size)
+        config = bundle_config(shape, tokenizer=tokenizer, dtype="float32")
         return cls(
-            name=f"{dims.dim}x{dims.num_layers}",
+            name=f"{shape.dim}x{shape.num_layers}",
             config=config,
             tokenizer=tokenizer,
             load_tensors=lambda dtype: random_tensors(
@@ -85,14 +84,14 @@ class BenchModel:
         )
 
     @property
-    def dims(self) -> ModelDims:
-        """The dimensions, for `core.cost`."""
-        return self.config.dims
+    def shape(self) -> ModelShape:
+        """The model's numbers."""
+        return self.config.shape
 
     @property
     def context(self) -> int:
         """Longest sequence, tokens."""
-        return self.config.max_position_embeddings
+        return self.shape.max_seq_len
 
     @property
     def num_params(self) -> int:
@@ -101,15 +100,12 @@ class BenchModel:
 
     def dense(self) -> BenchModel:
         """Return the same backbone with its final exit alone: no junctions, no adapter."""
-        config = dataclasses.replace(
-            self.config, exit_layers=(), router_dim=0, adapter_dim=0, final_adapter=False
-        )
+        config = dataclasses.replace(self.config, shape=self.shape.dense(), final_adapter=False)
         return dataclasses.replace(self, config=config)
 
     def twin(self, *, seed: int) -> BenchModel:
         """Return the dense model with as many parameters, by a wider MLP, with random weights."""
-        twin = dense_twin(self.dims)
-        config = dataclasses.replace(self.dense().config, intermediate_size=twin.ffn_dim)
+        config = dataclasses.replace(self.config, shape=dense_twin(self.shape), final_adapter=False)
         return dataclasses.replace(
             self,
             config=config,
@@ -118,17 +114,18 @@ class BenchModel:
             ),
         )
 
-    def load_engine(self, *, dtype: str, max_seq_len: int, kernels: Kernels = "auto") -> Engine:
-        """Return an engine with the weights packed for `dtype`, one of `ENGINE_DTYPES`."""
-        tensors = self.load_tensors(ENGINE_DTYPES[dtype])
-        is_int8 = dtype == "int8"
-        params = DecoderParams.from_tensors(
+    def load_params(self, *, dtype: str) -> DecoderParams:
+        """Return the weights packed for a type, one of `ENGINE_DTYPES`."""
+        return DecoderParams.from_tensors(
             self.config,
-            dequantize(quantize_int8(tensors), dtype=torch.float32) if is_int8 else tensors,
+            self.load_tensors(ENGINE_DTYPES[dtype]),
+            dtype=getattr(torch, dtype),
             num_tokens=self.tokenizer.vocab_size,
-            is_int8=is_int8,
         )
-        return Engine(params, max_seq_len=max_seq_len, kernels=kernels)
+
+    def load_engine(self, *, dtype: str, max_seq_len: int, kernels: Kernels = "auto") -> Engine:
+        """Return an engine that computes in a type, one of `ENGINE_DTYPES`."""
+        return Engine(self.load_params(dtype=dtype), max_seq_len=max_seq_len, kernels=kernels)
 
     def write(self, path: Path, *, dtype: str) -> None:
         """Write it as a bundle, for another engine.

@@ -22,7 +22,7 @@ from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.pairs import count_runs, run_pairs
 from nvium_titan.core.cost import limit_speedup
 from nvium_titan.decode import Engine
-from nvium_titan.decode.forward.choose import Kernels
+from nvium_titan.decode.forward.build import Kernels
 from nvium_titan.errors import BenchError, DataError
 from nvium_titan.report.bench_records import CategoryFigures, Cpu, PromptsFigures, PromptsReport
 from nvium_titan.text.tokenizer import Tokenizer
@@ -180,7 +180,7 @@ class SpecBench:
             categories=categories,
             ratio=sum(category.ratio for category in categories) / len(categories),
             exit_shares=shares,
-            limit=limit_speedup(self.model.dims, shares),
+            limit=limit_speedup(self.model.shape, shares),
         )
 
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from nvium_titan.bench.machine import device_name, package_versions, peak_flops, wait_for
 from nvium_titan.bench.memory import LiveBytes
 from nvium_titan.bench.pairs import count_runs, paired_ratio, quartiles, run_pairs
-from nvium_titan.core.cost import ModelDims, count_params, forward_flops
+from nvium_titan.core.cost import count_params, forward_flops
 from nvium_titan.core.flavors import dense_twin
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.report.bench_records import Cpu, LossMemory, StepFigures, StepRatio, TrainReport
 from nvium_titan.train.loss import MixtureLoss
 from nvium_titan.train.model import model_spec
@@ -40,7 +41,7 @@ class TrainComparison:
 
     config_file: Path
     """The file of the training run, for the report."""
-    dims: ModelDims
+    shape: ModelShape
     """The N-vium."""
     loss: MixtureLoss.Config
     """Its loss; every model has its number of chunks."""
@@ -61,11 +62,10 @@ class TrainComparison:
     seed: int
     """Decides weights and tokens."""
 
-    def models(self) -> dict[str, ModelDims]:
+    def models(self) -> dict[str, ModelShape]:
         """Return the shapes to run, by name, N-vium first."""
-        bare = dataclasses.replace(self.dims, exit_layers=(), router_dim=0, adapter_dim=0)
-        models = {"N-vium": self.dims, "dense": bare}
-        return models | {"twin": dense_twin(self.dims)} if self.with_twin else models
+        models = {"N-vium": self.shape, "dense": self.shape.dense()}
+        return models | {"twin": dense_twin(self.shape)} if self.with_twin else models
 
     @property
     def num_runs(self) -> int:
@@ -79,7 +79,7 @@ class TrainComparison:
 
     def systems(self) -> list[TrainingSystem]:
         """Return the models with their losses, N-vium first."""
-        return [TrainingSystem(name, dims, self) for name, dims in self.models().items()]
+        return [TrainingSystem(name, shape, self) for name, shape in self.models().items()]
 
     def measure(
         self,
@@ -107,7 +107,7 @@ class TrainComparison:
         times = zip(*pairs, strict=True)
         return TrainReport(
             config_file=str(self.config_file),
-            exits=list(self.dims.plan.block_ends),
+            exits=list(self.shape.block_ends),
             batch=self.batch,
             seq_len=self.seq_len,
             dtype=self.dtype_name,
@@ -129,17 +129,17 @@ class TrainComparison:
 class TrainingSystem:
     """One model with its loss, ready to make steps on one fixed micro-batch."""
 
-    def __init__(self, name: str, dims: ModelDims, comparison: TrainComparison) -> None:
-        self.name, self.dims, self._comparison = name, dims, comparison
+    def __init__(self, name: str, shape: ModelShape, comparison: TrainComparison) -> None:
+        self.name, self.shape, self._comparison = name, shape, comparison
         torch.manual_seed(comparison.seed)
         with torch.device(comparison.device):
-            self._model: NviumModel = model_spec(dims, flavor=name).model.build()
+            self._model: NviumModel = model_spec(shape, flavor=name).model.build()
             with torch.no_grad():
                 self._model.init_weights(buffer_device=None)
-            shape = (comparison.batch, comparison.seq_len)
-            self._tokens_BT = torch.randint(dims.vocab_size, shape)
-            self._labels_BT = torch.randint(dims.vocab_size, shape)
-            self._positions_BT = torch.arange(comparison.seq_len).expand(shape)
+            batch = (comparison.batch, comparison.seq_len)
+            self._tokens_BT = torch.randint(shape.vocab_size, batch)
+            self._labels_BT = torch.randint(shape.vocab_size, batch)
+            self._positions_BT = torch.arange(comparison.seq_len).expand(batch)
             self._num_valid = torch.tensor(self._labels_BT.numel())
         for parameter in self._model.parameters():
             # Not the buffers: rotary frequencies are complex.
@@ -148,7 +148,7 @@ class TrainingSystem:
             for layer in self._model.layers.values():
                 layer.compile(fullgraph=True)
         self._loss = make_loss(
-            self._model.lm_head, dims, config=comparison.loss, device=comparison.device
+            self._model.lm_head, shape, config=comparison.loss, device=comparison.device
         )
 
     def run(self) -> float:
@@ -176,7 +176,7 @@ class TrainingSystem:
     def flops_per_step(self) -> int:
         """Floating-point operations of a step."""
         comparison = self._comparison
-        per_token = sum(forward_flops(self.dims, seq_len=comparison.seq_len).values())
+        per_token = sum(forward_flops(self.shape, seq_len=comparison.seq_len).values())
         return _FORWARDS_PER_STEP * per_token * comparison.batch * comparison.seq_len
 
     def figures(self, times_s: Sequence[float]) -> StepFigures:
@@ -186,7 +186,7 @@ class TrainingSystem:
         peak = peak_flops(device_name(comparison.device), dtype=comparison.dtype_name)
         return StepFigures(
             name=self.name,
-            num_params=sum(count_params(self.dims).values()),
+            num_params=sum(count_params(self.shape).values()),
             tflops=self.flops_per_step / 1e12,
             step_ms=ms,
             tokens_per_s=1000 * comparison.batch * comparison.seq_len / ms.median,
@@ -195,11 +195,11 @@ class TrainingSystem:
 
 
 def make_loss(
-    head: torch.nn.Module, dims: ModelDims, *, config: MixtureLoss.Config, device: torch.device
+    head: torch.nn.Module, shape: ModelShape, *, config: MixtureLoss.Config, device: torch.device
 ) -> MixtureLoss:
     """Return the training loss of a shape, past the router warm-up."""
     loss = MixtureLoss(config)
-    loss.bind(head, dims.plan, device=device)
+    loss.bind(head, shape, device=device)
     loss.start_step(1, num_steps=0)
     return loss
 
@@ -220,14 +220,13 @@ def step_ratios(
 
 def measure_loss_memory(comparison: TrainComparison) -> LossMemory:
     """Return the peaks of the mixture loss and of a dense loss with as many live logits."""
-    dims, seq_len = comparison.dims, comparison.seq_len
-    num_exits = dims.plan.num_exits
+    shape, seq_len = comparison.shape, comparison.seq_len
+    num_exits = shape.num_exits
     chunk = math.ceil(seq_len / comparison.loss.num_chunks)
     dense_chunk = min(seq_len, num_exits * chunk)
     dense_loss = dataclasses.replace(comparison.loss, num_chunks=math.ceil(seq_len / dense_chunk))
-    bare = comparison.models()["dense"]
-    nvium_bytes = _loss_peak(comparison, dims, comparison.loss)
-    dense_bytes = _loss_peak(comparison, bare, dense_loss)
+    nvium_bytes = _loss_peak(comparison, shape, comparison.loss)
+    dense_bytes = _loss_peak(comparison, shape.dense(), dense_loss)
     return LossMemory(
         live_logit_rows=comparison.batch * num_exits * chunk,
         nvium_mb=nvium_bytes / 1e6,
@@ -236,16 +235,16 @@ def measure_loss_memory(comparison: TrainComparison) -> LossMemory:
     )
 
 
-def _loss_peak(comparison: TrainComparison, dims: ModelDims, config: MixtureLoss.Config) -> int:
+def _loss_peak(comparison: TrainComparison, shape: ModelShape, config: MixtureLoss.Config) -> int:
     torch.manual_seed(comparison.seed)
     with torch.device(comparison.device):
-        head = torch.nn.Linear(dims.dim, dims.vocab_size, bias=False, dtype=comparison.dtype)
+        head = torch.nn.Linear(shape.dim, shape.vocab_size, bias=False, dtype=comparison.dtype)
         batch = (comparison.batch, comparison.seq_len)
-        labels_BT = torch.randint(dims.vocab_size, batch)
-        num_exits = dims.plan.num_exits
-        o_EBTD = torch.randn(num_exits, *batch, dims.dim, dtype=comparison.dtype)
+        labels_BT = torch.randint(shape.vocab_size, batch)
+        num_exits = shape.num_exits
+        o_EBTD = torch.randn(num_exits, *batch, shape.dim, dtype=comparison.dtype)
         z_JBT = torch.randn(num_exits - 1, *batch)
-    loss = make_loss(head, dims, config=config, device=comparison.device)
+    loss = make_loss(head, shape, config=config, device=comparison.device)
     return loss_peak_bytes(loss, (o_EBTD.requires_grad_(), z_JBT.requires_grad_()), labels_BT)
 
 

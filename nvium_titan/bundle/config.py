@@ -1,21 +1,20 @@
-"""What a bundle's `config.json` and tensor list say: dimensions in, names and shapes out.
+"""What a bundle's `config.json` and tensor list say: a shape, its tensors and their sizes.
 
-The module owns `BundleConfig`; `nvium_titan.bundle` reads and writes the directory.
+The module owns `BundleConfig`; `bundle.directory` reads and writes the files.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from nvium_titan.bundle.quantization import SCALE_SUFFIX, is_quantized
-from nvium_titan.core.cost import ModelDims
-from nvium_titan.core.shape import ExitPlan
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import BundleError, ConfigError, nearest
 
 CONFIG_FILE = "config.json"
@@ -24,9 +23,36 @@ MODELING_FILE = "modeling_nvium.py"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATIONS = ("int8",)
 
+# The fields of `ModelShape` by their keys in config.json, in the order of the file.
+_SHAPE_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_word_embeddings": "tie_embeddings",
+    "exit_layers": "exit_layers",
+    "router_dim": "router_dim",
+    "adapter_dim": "adapter_dim",
+}
+# The keys that a dense model's file leaves out, and what that means.
+_NO_EXITS = {"exit_layers": [], "router_dim": 0, "adapter_dim": 0, "final_adapter": False}
 # What the decoder computes whatever config.json says; another value is another model.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_scaling": None}
-_EXIT_KEYS = ("exit_layers", "router_dim", "adapter_dim", "final_adapter")
+# What JSON gives for the annotation of a field; a bool is no int here.
+_KINDS = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "str | None": (str, type(None)),
+}
 # No loader of other projects knows it: one that took the integers for weights would say nothing.
 _QUANTIZED_TYPE = "nvium_int8"
 _MODEL_TYPES = ("nvium", _QUANTIZED_TYPE, "llama")
@@ -39,38 +65,13 @@ _AUTO_MAP = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleConfig:
-    """The dimensions of an exported model; `config.json` in Python."""
+    """An exported model's shape and how it is stored; `config.json` in Python."""
 
-    vocab_size: int
-    """Rows of the embedding and the head; the tokenizer may be smaller (padding), never larger."""
-    hidden_size: int
-    """Width d of the residual stream."""
-    intermediate_size: int
-    """Width of the gated MLP."""
-    num_hidden_layers: int
-    """Transformer layers L."""
-    num_attention_heads: int
-    """Query heads."""
-    num_key_value_heads: int
-    """Key and value heads; divides `num_attention_heads`."""
-    head_dim: int
-    """Width of one head; even (RoPE turns pairs)."""
-    max_position_embeddings: int
-    """Longest sequence, in tokens."""
-    rms_norm_eps: float
-    """Epsilon of every RMSNorm."""
-    rope_theta: float
-    """Base of the rotary frequencies."""
-    tie_word_embeddings: bool
-    """Whether the head is the embedding; then there is no `lm_head.weight`."""
-    exit_layers: tuple[int, ...]
-    """Layers run before each early exit; empty for a one-exit model."""
-    router_dim: int
-    """Hidden width m_r of the routers; 0 without early exits."""
-    adapter_dim: int
-    """Hidden width d_a of the adapters; 0 if there is none."""
+    shape: ModelShape
+    """The model's numbers. `vocab_size` may exceed the tokenizer's (padding), `router_dim` is 0
+    without early exits."""
     final_adapter: bool
-    """Whether the final exit has an adapter."""
+    """Whether the final exit has an adapter; a model without early exits may have this one only."""
     bos_token_id: int | None
     """Token that starts a document, if any."""
     eos_token_id: int | None
@@ -82,23 +83,11 @@ class BundleConfig:
     tensors as float32. None: every tensor is stored as `dtype`."""
 
     def __post_init__(self) -> None:
-        """Check what one field demands of another.
+        """Check what the shape cannot: the types, and adapters and routers without early exits.
 
         Raises:
-            BundleError: If a size is impossible or two fields disagree.
+            BundleError: If a type is unknown or two fields disagree.
         """
-        for name in _POSITIVE:
-            if getattr(self, name) <= 0:
-                raise BundleError(
-                    f"{name}={getattr(self, name)}: must be positive; fix {CONFIG_FILE}"
-                )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise BundleError(
-                f"num_key_value_heads={self.num_key_value_heads} must divide "
-                f"num_attention_heads={self.num_attention_heads}; fix {CONFIG_FILE}"
-            )
-        if self.head_dim % 2:
-            raise BundleError(f"head_dim={self.head_dim}: must be even; fix {CONFIG_FILE}")
         if self.dtype not in DTYPES:
             raise BundleError(
                 f"dtype={self.dtype!r}{nearest(self.dtype, DTYPES)}; fix {CONFIG_FILE}"
@@ -113,72 +102,45 @@ class BundleConfig:
                 f"dtype={self.dtype!r}: must be 'float32' with quantization="
                 f"{self.quantization!r}; fix {CONFIG_FILE}"
             )
-        try:
-            plan = self.plan
-        except ConfigError as error:
-            raise BundleError(
-                f"exit_layers={list(self.exit_layers)} is impossible with "
-                f"num_hidden_layers={self.num_hidden_layers}; fix {CONFIG_FILE}: {error}"
-            ) from error
-        has_routers = plan.num_exits > 1
-        has_adapters = has_routers or self.final_adapter
-        for name, wanted in (("router_dim", has_routers), ("adapter_dim", has_adapters)):
-            if (getattr(self, name) > 0) != wanted:
+        if self.shape.exit_layers:
+            return
+        for name, wanted in (("router_dim", False), ("adapter_dim", self.final_adapter)):
+            value = getattr(self.shape, name)
+            if (value > 0) != wanted:
                 raise BundleError(
-                    f"{name}={getattr(self, name)}: must be {'positive' if wanted else '0'} with "
-                    f"exit_layers={list(self.exit_layers)}, final_adapter={self.final_adapter}; "
-                    f"fix {CONFIG_FILE}"
+                    f"{name}={value}: must be {'positive' if wanted else '0'} without early "
+                    f"exits, with final_adapter={self.final_adapter}; fix {CONFIG_FILE}"
                 )
-
-    @property
-    def dims(self) -> ModelDims:
-        """The dimensions, for the arithmetic of `flops`."""
-        return ModelDims(
-            vocab_size=self.vocab_size,
-            dim=self.hidden_size,
-            num_layers=self.num_hidden_layers,
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            ffn_dim=self.intermediate_size,
-            rope_theta=self.rope_theta,
-            norm_eps=self.rms_norm_eps,
-            max_seq_len=self.max_position_embeddings,
-            tie_embeddings=self.tie_word_embeddings,
-            exit_layers=self.exit_layers,
-            router_dim=self.router_dim,
-            adapter_dim=self.adapter_dim,
-        )
-
-    @property
-    def plan(self) -> ExitPlan:
-        """Where the exits are."""
-        return ExitPlan(num_layers=self.num_hidden_layers, exit_layers=self.exit_layers)
 
     @property
     def is_plain_llama(self) -> bool:
         """Whether this is a dense transformer that any LLaMA loader can open."""
-        return not (self.exit_layers or self.final_adapter or self.quantization)
+        return not (self.shape.exit_layers or self.final_adapter or self.quantization)
 
     def to_json(self) -> dict[str, Any]:
         """Return `config.json`: of type "llama" for a dense model, else "nvium" or "nvium_int8"."""
-        fields = dataclasses.asdict(self)
-        quantization = fields.pop("quantization")
-        exits = {key: fields.pop(key) for key in _EXIT_KEYS}
-        exits["exit_layers"] = list(self.exit_layers)
+        numbers = {key: getattr(self.shape, name) for key, name in _SHAPE_KEYS.items()}
+        numbers |= {
+            "exit_layers": list(self.shape.exit_layers),
+            "final_adapter": self.final_adapter,
+        }
+        exits = {key: numbers.pop(key) for key in _NO_EXITS}
         own: dict[str, Any] = {}
         if self.is_plain_llama:
             model_type, architectures = "llama", ["LlamaForCausalLM"]
-        elif quantization is None:
+        elif self.quantization is None:
             model_type, architectures = "nvium", ["NviumForCausalLM"]
             own = exits | {"auto_map": _AUTO_MAP}
         else:
             model_type, architectures = _QUANTIZED_TYPE, []
-            own = exits | {"quantization": quantization}
+            own = exits | {"quantization": self.quantization}
         return {
             "architectures": architectures,
             "model_type": model_type,
-            **fields,
+            **numbers,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "dtype": self.dtype,
             # transformers before 4.56 and several converters know only this name.
             "torch_dtype": self.dtype,
             **_FIXED,
@@ -215,36 +177,35 @@ class BundleConfig:
                 f"a quantised bundle is of type {_QUANTIZED_TYPE!r}, and no other is quantised"
             )
         if model_type == "llama":
-            given |= {"exit_layers": [], "router_dim": 0, "adapter_dim": 0, "final_adapter": False}
-        return cls(**{f.name: _typed(given, f.name, str(f.type), source) for f in _FIELDS})
+            given |= _NO_EXITS
+        kinds = {f.name: str(f.type) for f in (*fields(ModelShape), *fields(cls))}
+        numbers = {
+            name: _typed(given, key, kinds[name], source) for key, name in _SHAPE_KEYS.items()
+        }
+        own = {f.name: _typed(given, f.name, kinds[f.name], source) for f in fields(cls)[1:]}
+        try:
+            shape = ModelShape(**numbers)
+        except ConfigError as error:
+            raise BundleError(f"{source}: {_in_words_of_the_file(str(error))}") from error
+        return cls(shape=shape, **own)
 
 
-_FIELDS = dataclasses.fields(BundleConfig)
-_POSITIVE = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
-)  # fmt: skip
+def _in_words_of_the_file(message: str) -> str:
+    """Return what `ModelShape` has to say with the keys of config.json for its fields."""
+    for key, name in _SHAPE_KEYS.items():
+        message = re.sub(rf"\b{name}=", f"{key}=", message)
+    return re.sub(r"fix \[\w+\]", f"fix {CONFIG_FILE}", message)
 
 
 def _typed(data: Mapping[str, Any], key: str, kind: str, source: str) -> Any:
     if key not in data:
         raise BundleError(f"{source}: key {key!r} is missing")
     value = data[key]
-    is_int = isinstance(value, int) and not isinstance(value, bool)
     if kind == "tuple[int, ...]":
         if isinstance(value, list) and all(type(item) is int for item in value):
             return tuple(value)
-    elif kind == "float":
-        if is_int or isinstance(value, float):
-            return float(value)
-    elif (
-        (kind in ("int", "int | None") and is_int)
-        or (kind == "int | None" and value is None)
-        or (kind == "bool" and isinstance(value, bool))
-        or (kind in ("str", "str | None") and isinstance(value, str))
-        or (kind == "str | None" and value is None)
-    ):
-        return value
+    elif type(value) in _KINDS[kind]:
+        return float(value) if kind == "float" else value
     raise BundleError(f"{source}: {key}={value!r}: must be of type {kind}")
 
 
@@ -253,13 +214,13 @@ def expected_tensors(config: BundleConfig) -> dict[str, tuple[int, ...]]:
 
     Matrices are (out, in). Junction k (from 0) stands behind the layer `exit_layers[k] - 1`.
     """
-    d, ffn = config.hidden_size, config.intermediate_size
-    q_dim = config.num_attention_heads * config.head_dim
-    kv_dim = config.num_key_value_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, d)}
-    for layer in range(config.num_hidden_layers):
+    shape = config.shape
+    d, ffn, m_r, d_a = shape.dim, shape.ffn_dim, shape.router_dim, shape.adapter_dim
+    q_dim, kv_dim = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, d)}
+    for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}"
-        shapes |= {
+        sizes |= {
             f"{prefix}.input_layernorm.weight": (d,),
             f"{prefix}.self_attn.q_proj.weight": (q_dim, d),
             f"{prefix}.self_attn.k_proj.weight": (kv_dim, d),
@@ -270,26 +231,26 @@ def expected_tensors(config: BundleConfig) -> dict[str, tuple[int, ...]]:
             f"{prefix}.mlp.up_proj.weight": (ffn, d),
             f"{prefix}.mlp.down_proj.weight": (d, ffn),
         }
-    shapes["model.norm.weight"] = (d,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, d)
-    for k in range(len(config.exit_layers)):
-        shapes |= {
+    sizes["model.norm.weight"] = (d,)
+    if not shape.tie_embeddings:
+        sizes["lm_head.weight"] = (shape.vocab_size, d)
+    for k in range(len(shape.exit_layers)):
+        sizes |= {
             f"early_norms.{k}.weight": (d,),
-            f"early_adapters.{k}.0.weight": (config.adapter_dim, d),
-            f"early_adapters.{k}.2.weight": (d, config.adapter_dim),
-            f"router_layers.{k}.layers.0.fc1.weight": (config.router_dim, d),
-            f"router_layers.{k}.layers.0.fc1.bias": (config.router_dim,),
-            f"router_layers.{k}.layers.0.fc2.weight": (d, config.router_dim),
+            f"early_adapters.{k}.0.weight": (d_a, d),
+            f"early_adapters.{k}.2.weight": (d, d_a),
+            f"router_layers.{k}.layers.0.fc1.weight": (m_r, d),
+            f"router_layers.{k}.layers.0.fc1.bias": (m_r,),
+            f"router_layers.{k}.layers.0.fc2.weight": (d, m_r),
             f"router_layers.{k}.layers.0.fc2.bias": (d,),
             f"router_final_norms.{k}.weight": (d,),
             f"router_heads.{k}.weight": (2, d),
             f"router_heads.{k}.bias": (2,),
         }
     if config.final_adapter:
-        shapes["final_adapter.0.weight"] = (config.adapter_dim, d)
-        shapes["final_adapter.2.weight"] = (d, config.adapter_dim)
-    return shapes
+        sizes["final_adapter.0.weight"] = (d_a, d)
+        sizes["final_adapter.2.weight"] = (d, d_a)
+    return sizes
 
 
 def stored_tensors(config: BundleConfig) -> dict[str, tuple[tuple[int, ...], str]]:

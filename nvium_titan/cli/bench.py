@@ -61,8 +61,8 @@ class Bench:
     """Where our engine runs: cpu or cuda."""
 
     kernels: Literal["auto", "torch", "native", "graph"] = "auto"
-    """What computes: graph (CUDA graphs; on the CPU a slow imitation), native (compiled, for the
-    CPU) or torch (separate operations); default: graph on cuda, native on the CPU."""
+    """What computes: graph (CUDA graphs), native (compiled, for the CPU) or torch (separate
+    operations); default: graph on cuda, native on the CPU."""
 
     threads: int | None = None
     """CPU threads; default: torch's."""
@@ -163,6 +163,8 @@ class Bench:
         import torch
 
         if self.device == "cpu":
+            if self.kernels == "graph":
+                raise BenchError("--kernels graph: graphs need a GPU; add --device cuda")
             return
         if not self.device.startswith("cuda") or not torch.cuda.is_available():
             raise BenchError(f"--device {self.device}: torch sees no such GPU here; use cpu")
@@ -180,14 +182,14 @@ class Bench:
         from nvium_titan.core.cost import limit_speedup
 
         model = self._model()
-        num_exits = model.config.plan.num_exits
+        num_exits = model.shape.num_exits
         shares = None
         if self.exit_probs is not None:
             shares = _parse_shares(self.exit_probs)
         elif self.shape is not None:
             shares = (1 / num_exits,) * num_exits
         if shares is not None:
-            limit_speedup(model.dims, shares)  # checks their number and sum
+            limit_speedup(model.shape, shares)  # checks their number and sum
         work = Workload(self.prompt_tokens, self.new_tokens or _NEW_TOKENS, self.pairs, self.seed)
         if work.max_seq_len > model.context:
             raise BenchError(
@@ -230,7 +232,7 @@ class Bench:
 
     def _model(self) -> BenchModel:
         from nvium_titan.bench.models import BenchModel
-        from nvium_titan.core.flavors import shape_dims
+        from nvium_titan.core.flavors import parse_shape
 
         if self.bundle is not None and self.shape is None:
             if self.exits is not None:
@@ -242,8 +244,8 @@ class Bench:
                 "nvium bench --shape 768x24"
             )
         num_exits = _PAPER_EXITS if self.exits is None else self.exits
-        dims = shape_dims(self.shape, num_exits=num_exits)
-        return BenchModel.random(dims, seed=self.seed, device=self.device)
+        shape = parse_shape(self.shape, num_exits=num_exits)
+        return BenchModel.random(shape, seed=self.seed, device=self.device)
 
     def _trained_dense(self) -> BenchModel | None:
         from nvium_titan.bench.models import BenchModel

@@ -111,20 +111,20 @@ class BenchTrain:
         if device.startswith("cuda") and not has_gpu:
             raise BenchError(f"--device {device}: torch sees no CUDA GPU here; use cpu")
         config = load_config(NviumTrainer.Config(), self.config_file)
-        dims = config.model_spec.model.dims
+        shape = config.model_spec.model.shape
         seq_len = self.seq_len or config.training.seq_len
-        if seq_len > dims.max_seq_len:
+        if seq_len > shape.max_seq_len:
             raise BenchError(
-                f"--seq-len {seq_len}: the model is declared for max_seq_len={dims.max_seq_len}"
+                f"--seq-len {seq_len}: the model is declared for max_seq_len={shape.max_seq_len}"
             )
-        if not dims.exit_layers:
+        if not shape.exit_layers:
             raise BenchError(
                 f"{self.config_file}: a model with one exit is dense; give the file of an N-vium"
             )
         dtype = self.dtype or ("float32" if device == "cpu" else "bfloat16")
         return TrainComparison(
             config_file=self.config_file,
-            dims=dims,
+            shape=shape,
             loss=config.loss,
             batch=self.batch,
             seq_len=seq_len,

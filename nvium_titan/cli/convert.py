@@ -65,7 +65,7 @@ class Export:
         Raises:
             BundleError: If flags exclude each other, or ask for what a bundle cannot become.
         """
-        from nvium_titan.bundle import PROVENANCE_FILE
+        from nvium_titan.bundle.directory import PROVENANCE_FILE
         from nvium_titan.convert.export import export_checkpoint
         from nvium_titan.convert.reference import export_reference
 

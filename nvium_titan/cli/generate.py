@@ -221,7 +221,7 @@ class Generate:
         self, prompt: str, text: TextResult, engine: Engine, model: LoadedModel
     ) -> dict[str, Any]:
         result = text.generation
-        report = _report(result, num_layers=model.params.config.num_hidden_layers)
+        report = _report(result, num_layers=model.params.config.shape.num_layers)
         record = {"prompt": prompt, "text": text.text, "stop_string": text.stop_string, **report}
         policy: Any = result.policy
         record["settings"] = {

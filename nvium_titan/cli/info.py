@@ -33,19 +33,21 @@ class Info:
     def run(self) -> None:
         """Print the figures."""
         from nvium_titan.core.cost import count_params, forward_flops, limit_speedup
-        from nvium_titan.core.flavors import flavor_dims, flavor_names
+        from nvium_titan.core.flavors import flavor_names, flavor_shape
 
         if self.list:
-            sizes = {name: sum(count_params(flavor_dims(name)).values()) for name in flavor_names()}
+            sizes = {
+                name: sum(count_params(flavor_shape(name)).values()) for name in flavor_names()
+            }
             print(json.dumps(sizes) if self.json else _rows(sizes, unit=1e6, suffix=" M"))
             return
-        dims = flavor_dims(self.flavor)
-        params = count_params(dims)
-        flops = forward_flops(dims, seq_len=self.seq_len or dims.max_seq_len)
-        num_exits = dims.plan.num_exits
+        shape = flavor_shape(self.flavor)
+        params = count_params(shape)
+        flops = forward_flops(shape, seq_len=self.seq_len or shape.max_seq_len)
+        num_exits = shape.num_exits
         shares = self.exit_probs or (1 / num_exits,) * num_exits
-        limit = limit_speedup(dims, shares)
-        exits = [*dims.exit_layers, dims.num_layers]
+        limit = limit_speedup(shape, shares)
+        exits = list(shape.block_ends)
         if self.json:
             record = {
                 "flavor": self.flavor,

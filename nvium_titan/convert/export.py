@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from nvium_titan.bundle import BundleConfig, read_bundle, write_bundle
 from nvium_titan.bundle.config import DTYPES
-from nvium_titan.convert.layout import names_of, to_bundle
+from nvium_titan.convert.layout import to_bundle
+from nvium_titan.convert.names import native_to_hf
 from nvium_titan.convert.step_folders import find_step_folder, read_metadata, step_of
-from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import BundleError, CheckpointError
 from nvium_titan.report.records import read_metrics
 from nvium_titan.text.tokenizer import Tokenizer, load_tokenizer
@@ -42,7 +43,7 @@ class StepFolder:
     """The run's resolved settings, as in its config.toml."""
     settings_text: str
     """The same as TOML text."""
-    dims: ModelDims
+    shape: ModelShape
     """The shape of the model."""
 
     @property
@@ -81,9 +82,9 @@ def read_step_folder(path: Path | str) -> StepFolder:
     settings = tomli.loads(text)
     numbers: dict[str, Any] = {**settings["model"], **settings["nvium"]}
     numbers["exit_layers"] = tuple(numbers["exit_layers"])
-    known = {field.name for field in fields(ModelDims)}
-    dims = ModelDims(**{key: value for key, value in numbers.items() if key in known})
-    return StepFolder(path=folder, settings=settings, settings_text=text, dims=dims)
+    known = {field.name for field in fields(ModelShape)}
+    shape = ModelShape(**{key: value for key, value in numbers.items() if key in known})
+    return StepFolder(path=folder, settings=settings, settings_text=text, shape=shape)
 
 
 def _entries(folder: Path) -> Mapping[str, Any]:
@@ -101,7 +102,7 @@ def load_native_tensors(folder: StepFolder) -> dict[str, Tensor]:
         CheckpointError: If a parameter is missing or of another shape, or a file is damaged.
     """
     entries = _entries(folder.path)
-    names = names_of(folder.dims)
+    names = native_to_hf(folder.shape)
     missing = [name for name in names if not isinstance(entries.get(name), TensorStorageMetadata)]
     if missing:
         raise CheckpointError(
@@ -131,30 +132,17 @@ def _load(entries: dict[str, Any], folder: Path) -> None:
         ) from error
 
 
-def bundle_config(dims: ModelDims, *, tokenizer: Tokenizer, dtype: str) -> BundleConfig:
+def bundle_config(shape: ModelShape, *, tokenizer: Tokenizer, dtype: str) -> BundleConfig:
     """Return the bundle's configuration for a shape.
 
     Args:
-        dims: The shape of the model.
+        shape: The shape of the model.
         tokenizer: Gives the special ids.
         dtype: Type of the exported tensors: float32, bfloat16 or float16.
     """
     return BundleConfig(
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.dim,
-        intermediate_size=dims.ffn_dim,
-        num_hidden_layers=dims.num_layers,
-        num_attention_heads=dims.num_heads,
-        num_key_value_heads=dims.num_kv_heads,
-        head_dim=dims.head_dim,
-        max_position_embeddings=dims.max_seq_len,
-        rms_norm_eps=dims.norm_eps,
-        rope_theta=dims.rope_theta,
-        tie_word_embeddings=dims.tie_embeddings,
-        exit_layers=dims.exit_layers,
-        router_dim=dims.router_dim,
-        adapter_dim=dims.adapter_dim,
-        final_adapter=dims.adapter_dim > 0,
+        shape=shape,
+        final_adapter=shape.adapter_dim > 0,
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,
         dtype=dtype,
@@ -190,10 +178,10 @@ def export_checkpoint(
         raise CheckpointError(f"dtype={dtype}: choose one of {', '.join(DTYPES)}")
     folder = read_step_folder(checkpoint)
     text_tokenizer = load_tokenizer(tokenizer or folder.settings["hf_assets_path"])
-    tensors = to_bundle(load_native_tensors(folder), folder.dims)
+    tensors = to_bundle(load_native_tensors(folder), folder.shape)
     write_bundle(
         out,
-        config=bundle_config(folder.dims, tokenizer=text_tokenizer, dtype=dtype),
+        config=bundle_config(folder.shape, tokenizer=text_tokenizer, dtype=dtype),
         tensors={name: t.to(DTYPES[dtype]).contiguous() for name, t in tensors.items()},
         tokenizer=text_tokenizer,
         provenance=_provenance(folder),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nvium_titan.bundle import (
+from nvium_titan.bundle import BundleConfig, expected_tensors, write_bundle
+from nvium_titan.bundle.config import CONFIG_FILE, DTYPES
+from nvium_titan.bundle.directory import (
     INDEX_FILE,
     WEIGHTS_FILE,
-    BundleConfig,
     check_tensors,
-    expected_tensors,
     read_headers,
     read_json,
-    write_bundle,
 )
-from nvium_titan.bundle.config import CONFIG_FILE, DTYPES
-from nvium_titan.core.cost import ModelDims
 from nvium_titan.core.flavors import router_dim_of
-from nvium_titan.core.shape import ExitPlan
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import BundleError, ConfigError
 from nvium_titan.text.tokenizer import load_tokenizer
 
@@ -46,21 +43,6 @@ _DEFAULTS = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-# Keys of the table [model], by the names of config.json.
-_MODEL_KEYS = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn_dim": "intermediate_size",
-    "rope_theta": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-    "max_seq_len": "max_position_embeddings",
-    "tie_embeddings": "tie_word_embeddings",
-}
-_NVIUM_KEYS = ("exit_layers", "router_dim", "adapter_dim")
 # A buffer that old checkpoints carry; it is computed, not learned.
 _BUFFER_SUFFIX = ".rotary_emb.inv_freq"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -73,7 +55,7 @@ class HFCheckpoint:
     path: Path
     """The folder."""
     config: BundleConfig
-    """The model's dimensions, and the type that most tensors have; no special ids."""
+    """The model's shape, and the type that most tensors have; no special ids."""
     tensor_files: Mapping[str, str]
     """The file that holds each tensor of the model."""
 
@@ -112,7 +94,7 @@ def read_hf(directory: Path | str, *, dtype: str | None = None) -> HFCheckpoint:
     stored = [kind for _, kind in found.values()]
     common = max(sorted(set(stored)), key=stored.count, default="float32")
     config = BundleConfig.from_json(data | {"dtype": common}, source=source)
-    if config.tie_word_embeddings and _HEAD in found:
+    if config.shape.tie_embeddings and _HEAD in found:
         _check_tied(folder, files)
         del found[_HEAD]
     if dtype is not None:
@@ -199,34 +181,31 @@ def grow_junctions(
     """
     if not config.is_plain_llama:
         raise BundleError(
-            f"exit_layers={list(config.exit_layers)}: the model has exits already; "
+            f"exit_layers={list(config.shape.exit_layers)}: the model has exits already; "
             "junctions grow on a dense model"
         )
+    dim, num_layers = config.shape.dim, config.shape.num_layers
     try:
-        plan = ExitPlan(num_layers=config.num_hidden_layers, exit_layers=tuple(exits))
+        shape = replace(
+            config.shape, exit_layers=tuple(exits), router_dim=router_dim_of(dim), adapter_dim=dim
+        )
     except ConfigError as error:
         raise ConfigError(
             f"--exits {','.join(map(str, exits))}: they must increase and lie in "
-            f"[1, {config.num_hidden_layers - 1}]: the model has {config.num_hidden_layers} layers"
+            f"[1, {num_layers - 1}]: the model has {num_layers} layers"
         ) from error
-    config = replace(
-        config,
-        exit_layers=plan.exit_layers,
-        router_dim=router_dim_of(config.hidden_size),
-        adapter_dim=config.hidden_size,
-        final_adapter=True,
-    )
+    config = replace(config, shape=shape, final_adapter=True)
     generator = torch.Generator().manual_seed(seed)
     grown = dict(tensors)
-    for name, shape in expected_tensors(config).items():
+    for name, size in expected_tensors(config).items():
         if name not in grown:
-            new = _new_tensor(name, shape, tensors["model.norm.weight"].float(), generator)
+            new = _new_tensor(name, size, tensors["model.norm.weight"].float(), generator)
             grown[name] = new.to(DTYPES[config.dtype])
     return config, grown
 
 
 def training_tables(bundle: Path | str) -> str:
-    """Return the TOML tables that train a bundle: its dimensions and where its weights are.
+    """Return the TOML tables that train a bundle: its shape and where its weights are.
 
     With early exits they train the junctions alone; `trainable = "all"` trains everything.
 
@@ -237,40 +216,40 @@ def training_tables(bundle: Path | str) -> str:
         BundleError: As `read_hf`.
     """
     path = Path(bundle).resolve()
-    config = read_hf(path).config
-    model = {key: getattr(config, name) for key, name in _MODEL_KEYS.items()}
-    nvium = {key: getattr(config, key) for key in _NVIUM_KEYS}
-    if config.exit_layers:
+    model = asdict(read_hf(path).config.shape)
+    nvium = {key: model.pop(key) for key in ("exit_layers", "router_dim", "adapter_dim")}
+    if nvium["exit_layers"]:
         nvium["trainable"] = "junctions"
     checkpoint = {"enable": True, "initial_load_path": str(path), "initial_load_in_hf": True}
     tables = {"model": model, "nvium": nvium, "checkpoint": checkpoint}
     return tomli_w.dumps({"hf_assets_path": str(path), **tables})
 
 
-def check_loadable(directory: Path | str, dims: ModelDims) -> None:
-    """Check that a training run of these dimensions can start from a folder of transformers.
+def check_loadable(directory: Path | str, shape: ModelShape) -> None:
+    """Check that a training run of this shape can start from a folder of transformers.
 
     Args:
         directory: As `read_hf`; a bundle is one.
-        dims: The model that is to be trained.
+        shape: The model that is to be trained.
 
     Raises:
-        BundleError: As `read_hf`; if the folder holds a model of other dimensions.
+        BundleError: As `read_hf`; if the folder holds a model of another shape.
     """
     config = read_hf(directory, dtype="float32").config  # loading converts to the type of training
-    if config.is_plain_llama and dims.exit_layers:
-        shown = ",".join(map(str, dims.exit_layers))
+    if config.is_plain_llama and shape.exit_layers:
+        shown = ",".join(map(str, shape.exit_layers))
         raise BundleError(
             f"{directory}: a dense model, but [nvium] asks for exit_layers="
-            f"{list(dims.exit_layers)}; grow the junctions first and load what this writes: "
+            f"{list(shape.exit_layers)}; grow the junctions first and load what this writes: "
             f"nvium import {directory} --out BUNDLE --exits {shown}"
         )
-    pairs = {
-        key: (getattr(dims, key), getattr(config, name))
-        for key, name in (_MODEL_KEYS | {key: key for key in _NVIUM_KEYS}).items()
-        if key != "max_seq_len"  # a limit of the run, not of the weights
-    }
-    other = [f"{key}={ours}, there {its}" for key, (ours, its) in pairs.items() if ours != its]
+    # The longest sequence is a limit of the run, not of the weights.
+    theirs = asdict(replace(config.shape, max_seq_len=shape.max_seq_len))
+    other = [
+        f"{key}={ours}, there {theirs[key]}"
+        for key, ours in asdict(shape).items()
+        if ours != theirs[key]
+    ]
     if other:
         raise BundleError(
             f"{directory}: another model than the settings say: {'; '.join(other)}; "

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from nvium_titan.bundle import PROVENANCE_FILE, read_bundle
+from nvium_titan.bundle import read_bundle
 from nvium_titan.bundle.config import CONFIG_FILE
-from nvium_titan.bundle.quantization import dequantize, quantize_int8
+from nvium_titan.bundle.directory import PROVENANCE_FILE
 from nvium_titan.convert.export import bundle_config, load_native_tensors, read_step_folder
 from nvium_titan.convert.layout import to_bundle
 from nvium_titan.decode import DecoderParams
@@ -62,17 +62,12 @@ def load_model(
         return LoadedModel(params, bundle.load_tokenizer(), path)
     folder = read_step_folder(path)
     tokenizer = load_tokenizer(folder.settings["hf_assets_path"])
-    check_vocabulary(tokenizer, folder.dims.vocab_size)
-    is_int8 = dtype == torch.int8
-    kind = torch.float32 if is_int8 or dtype is None else dtype
-    tensors = {
-        name: tensor.to(device=device, dtype=kind)
-        for name, tensor in to_bundle(load_native_tensors(folder), folder.dims).items()
-    }
+    check_vocabulary(tokenizer, folder.shape.vocab_size)
+    tensors = to_bundle(load_native_tensors(folder), folder.shape)
     params = DecoderParams.from_tensors(
-        bundle_config(folder.dims, tokenizer=tokenizer, dtype="float32"),
-        dequantize(quantize_int8(tensors), dtype=kind) if is_int8 else tensors,
+        bundle_config(folder.shape, tokenizer=tokenizer, dtype="float32"),
+        {name: tensor.to(device) for name, tensor in tensors.items()},
+        dtype=dtype or torch.float32,
         num_tokens=tokenizer.vocab_size,
-        is_int8=is_int8,
     )
     return LoadedModel(params, tokenizer, folder.path)

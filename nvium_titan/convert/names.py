@@ -6,7 +6,7 @@ The backbone carries HF LLaMA names, the junctions the names of the authors' cod
 
 from __future__ import annotations
 
-from nvium_titan.core.shape import ExitPlan
+from nvium_titan.core.shape import ModelShape
 
 _LAYER = {
     "attention.qkv_linear.wq.weight": "self_attn.q_proj.weight",
@@ -34,30 +34,29 @@ _JUNCTION = {
 }
 
 
-def native_to_hf(plan: ExitPlan, *, final_adapter: bool, tie_embeddings: bool) -> dict[str, str]:
+def native_to_hf(shape: ModelShape) -> dict[str, str]:
     """Return the HF name of every native parameter of a model.
 
     Args:
-        plan: Where the exits are; junction k hangs on layer `exit_layers[k] - 1`.
-        final_adapter: Whether the last exit has an adapter.
-        tie_embeddings: Whether the head is the embedding (its native key then has no HF name).
+        shape: The model's; junction k hangs on layer `exit_layers[k] - 1`, and a tied head has no
+            HF name.
 
     Returns:
         Native name to HF name, in the order of the forward pass; no two values are alike.
     """
     names = {"tok_embeddings.weight": "model.embed_tokens.weight"}
-    for layer in range(plan.num_layers):
+    for layer in range(shape.num_layers):
         for native, hf in _LAYER.items():
             names[f"layers.{layer}.{native}"] = f"model.layers.{layer}.{hf}"
-    for k, position in enumerate(plan.exit_layers):
+    for k, position in enumerate(shape.exit_layers):
         for native, hf in _JUNCTION.items():
             names[f"layers.{position - 1}.junction.{native}"] = hf.format(k=k)
-    if final_adapter:
+    if shape.adapter_dim:
         names["norm.norm.weight"] = "model.norm.weight"
         names["norm.adapter.fc_in.weight"] = "final_adapter.0.weight"
         names["norm.adapter.fc_out.weight"] = "final_adapter.2.weight"
     else:
         names["norm.weight"] = "model.norm.weight"
-    if not tie_embeddings:
+    if not shape.tie_embeddings:
         names["lm_head.weight"] = "lm_head.weight"
     return names

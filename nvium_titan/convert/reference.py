@@ -17,17 +17,10 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from nvium_titan.bundle import (
-    WEIGHTS_FILE,
-    Bundle,
-    BundleConfig,
-    check_tensors,
-    read_bundle,
-    read_headers,
-    read_json,
-    write_bundle,
-)
+from nvium_titan.bundle import Bundle, BundleConfig, read_bundle, write_bundle
 from nvium_titan.bundle.config import CONFIG_FILE
+from nvium_titan.bundle.directory import WEIGHTS_FILE, check_tensors, read_headers, read_json
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import BundleError, TokenizerError
 from nvium_titan.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -106,21 +99,19 @@ def export_reference(bundle: Bundle | Path | str, out: Path | str) -> None:
     """
     bundle = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
     config = bundle.config
-    if not (config.exit_layers and config.final_adapter):
+    if not (config.shape.exit_layers and config.final_adapter):
         raise BundleError(
-            f"{bundle.path}: exit_layers={list(config.exit_layers)}, "
+            f"{bundle.path}: exit_layers={list(config.shape.exit_layers)}, "
             f"final_adapter={config.final_adapter}: the authors' format needs early exits and "
             "adapters; a dense bundle is a LlamaForCausalLM already"
         )
     target = Path(out).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BundleError(f"{target}: exists and is not empty; choose another output directory")
-    backbone = replace(
-        config, exit_layers=(), router_dim=0, adapter_dim=0, final_adapter=False, quantization=None
-    )
+    backbone = replace(config, shape=config.shape.dense(), final_adapter=False, quantization=None)
     llama = backbone.to_json() | {"architectures": ["NviumModel"]}
     # An imported model keeps the authors' training settings.
-    experiment = {**bundle.provenance.get("experiment", {}), **_experiment(config)}
+    experiment = {**bundle.provenance.get("experiment", {}), **_experiment(config.shape)}
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -209,17 +200,17 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _experiment(config: BundleConfig) -> dict[str, Any]:
+def _experiment(shape: ModelShape) -> dict[str, Any]:
     """Return the settings from which the authors' code builds the model."""
-    adapter = {"enabled": True, "dim": config.adapter_dim}
+    adapter = {"enabled": True, "dim": shape.adapter_dim}
     return {
         "model_type": "Nvium",
-        "early_layer_idx": list(config.exit_layers),
+        "early_layer_idx": list(shape.exit_layers),
         "decode_head": "final",
         "temperature": 1.0,
         "random_init_all": True,
         "tying": {
-            "tie_final_to_embeddings": config.tie_word_embeddings,
+            "tie_final_to_embeddings": shape.tie_embeddings,
             "tie_early_to_final": True,
             "tie_early_to_embeddings": False,
             "init_early_from": "random",
@@ -227,8 +218,8 @@ def _experiment(config: BundleConfig) -> dict[str, Any]:
         "router": {
             "router_type": "simple_mlp",
             "router_temp": 1.0,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.router_dim,
+            "hidden_size": shape.dim,
+            "intermediate_size": shape.router_dim,
             "num_layers": 1,
             "router_head_init_std": 0.4,
         },

@@ -2,6 +2,8 @@
 
 from nvium_titan.decode.batch import BatchGeneration
 from nvium_titan.decode.engine import Engine
+from nvium_titan.decode.generation import Generation, GenerationRequest, GenerationResult
+from nvium_titan.decode.noise import Noise
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.policy import (
     ExitPolicy,
@@ -10,18 +12,10 @@ from nvium_titan.decode.policy import (
     SampledRouter,
     ScriptedExits,
 )
-from nvium_titan.decode.request import GenerationRequest
-from nvium_titan.decode.results import (
-    BatchStats,
-    DecodeStats,
-    GeneratedToken,
-    Generation,
-    GenerationResult,
-    Scores,
-)
-from nvium_titan.decode.runner import DecodeState
-from nvium_titan.decode.sampling import Noise, SamplingParams
+from nvium_titan.decode.results import BatchStats, DecodeStats, GeneratedToken, Scores
+from nvium_titan.decode.sampling import SamplingParams
 from nvium_titan.decode.schedule import LockStep, Periodic, Schedule, choose_schedule
+from nvium_titan.decode.sequence import DecodeState
 from nvium_titan.decode.text import TextGeneration, TextPieces, TextResult
 
 __all__ = [

@@ -1,9 +1,9 @@
 """Several requests decoded together: their rows share block calls, their tokens stay their own.
 
-Each request is a coroutine on its own sequence; the batch looks at what they need and answers many
-in one call. When a block runs, every other sequence with positions owed to it rides along: the
-weights are read once whatever the rows, and those positions need not be run later. What a sequence
-computes depends on the others only in the rounding of matrix products of other shapes.
+Each token is chosen by a law of its own; the batch looks at what the laws want and answers many in
+one call. When a block runs, every other sequence with positions owed to it rides along: the weights
+are read once whatever the rows, and those positions need not be run later. What a sequence computes
+depends on the others only in the rounding of matrix products of other shapes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 import torch
 
-from nvium_titan.decode.kv_cache import WorkSpace
-from nvium_titan.decode.needs import Need, NeedBlock, NeedLogits
-from nvium_titan.decode.request import RequestRun
-from nvium_titan.decode.results import BatchStats, GeneratedToken, GenerationResult
-from nvium_titan.decode.runner import BlockRunner
+from nvium_titan.decode.generation import GenerationResult, RequestRun
+from nvium_titan.decode.laws import Law, law_of
+from nvium_titan.decode.results import BatchStats, GeneratedToken
+from nvium_titan.decode.runner import Runner
 from nvium_titan.decode.schedule import Schedule
 
 
@@ -32,10 +30,14 @@ class _Row:
 
     index: int
     run: RequestRun
-    need: Need | None
-    """What it waits for; None where it has just given a token, or begins."""
     admitted_s: float
     """When it came, on the clock of the batch."""
+    law: Law | None = None
+    """Of the token being chosen; None where it has just given one, or begins."""
+    block_index: int = 0
+    """The block that it wants, or has run last."""
+    wanted: tuple[int, ...] = ()
+    """The exits whose logits it waits for; none while it waits for a block."""
     first_token_s: float = 0.0
 
 
@@ -47,8 +49,8 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
 
     def __init__(
         self,
-        runner: BlockRunner,
-        openers: Sequence[Callable[[WorkSpace | None], RequestRun]],
+        runner: Runner,
+        openers: Sequence[Callable[[], RequestRun]],
         *,
         batch_size: int,
         schedule: Schedule,
@@ -66,7 +68,6 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         self._waiting = deque(enumerate(openers))
         self._batch_size = batch_size
         self._limits = cycle(schedule.limits(runner.num_exits))
-        self._work = runner.new_work_space()
         self._rows: list[_Row] = []
         self._tokens: deque[tuple[int, GeneratedToken]] = deque()
         self._results: list[GenerationResult | None] = [None] * len(openers)
@@ -100,7 +101,7 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         row = next((row for row in self._rows if row.index == row_index), None)
         if row is None or not row.run.tokens:
             raise RuntimeError(f"row {row_index} has not given a token yet")
-        row.run.stop()
+        row.run.finish_reason = row.run.finish_reason or "stop"
         self._drop_finished()
 
     def result(self, row_index: int) -> GenerationResult | None:
@@ -135,13 +136,14 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         self._round_start = time.perf_counter()
         limit = next(self._limits)
         for row in self._rows:
-            if row.need is None:
-                self._advance(row, None)
+            if row.law is None:
+                row.run.prepare()
+                self._begin_token(row)
         self._admit()
         while True:
             while (block_index := self._shallowest_block()) is not None and block_index < limit:
-                self._answer_block(block_index)
-            if not self._answer_heads():
+                self._run_block(block_index)
+            if not self._run_heads():
                 break  # until now an answer may have been "not certain yet: one block more"
         self._busy_s = self._now()
         self.stats.decode_s = self._busy_s - self.stats.prefill_s
@@ -155,21 +157,64 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         """Prefill new requests into the free places, each alone."""
         while self._waiting and len(self._rows) < self._batch_size:
             index, opener = self._waiting.popleft()
-            row = _Row(index, opener(self._work), need=None, admitted_s=self._now())
-            row.run.prefill()
+            row = _Row(index, opener(), admitted_s=self._now())
+            row.run.prepare()
             row.run.state.stats.prefill_s = self._now() - row.admitted_s
             self.stats.prefill_s += row.run.state.stats.prefill_s
             self._rows.append(row)
-            self._advance(row, None)
+            self._begin_token(row)
 
-    def _advance(self, row: _Row, answer: Any) -> None:
-        """Let a row go on to what it needs next, or to its next token."""
-        step = row.run.advance(answer)
-        if not isinstance(step, GeneratedToken):
-            row.need = step
-            return
-        row.need = None
-        self._tokens.append((row.index, step))
+    def _begin_token(self, row: _Row) -> None:
+        state, job = row.run.state, row.run.job
+        row.law = law_of(job.sampling, job.policy)(self._runner.forward, state, job)
+        row.block_index = 0
+
+    def _shallowest_block(self) -> int | None:
+        """Return the shallowest block that a row wants."""
+        return min((row.block_index for row in self._rows if _wants_block(row)), default=None)
+
+    def _run_block(self, block_index: int) -> None:
+        """Run a block for all rows that want it; what others owe it rides along."""
+        rows = [row for row in self._rows if _wants_block(row) and row.block_index == block_index]
+        if any(row.run.state.payable(block_index) for row in rows):
+            states = [row.run.state for row in self._rows]
+            self.stats.layers_run += self._runner.fill_all(states, block_index)
+        router_logits = dict.fromkeys(rows, math.nan)
+        asking = [row for row in rows if row.law is not None and row.law.asks_router(block_index)]
+        if asking:
+            states = [row.run.state for row in asking]
+            answers = self._runner.router_logits(states, block_index)
+            router_logits.update(zip(asking, answers, strict=True))
+        for row, router_logit in router_logits.items():
+            assert row.law is not None, "it wants a block"
+            row.wanted = row.law.after_block(block_index, router_logit)
+            if not row.wanted:
+                row.block_index += 1
+
+    def _run_heads(self) -> bool:
+        """Give all rows that wait for logits theirs, from one call; return whether there were any.
+
+        A row that gets its token goes on in the next round.
+        """
+        rows = [row for row in self._rows if row.wanted]
+        if not rows:
+            return False
+        self.stats.head_calls += 1
+        all_logits = self._runner.logits([(row.run.state, row.wanted) for row in rows])
+        for row, logits_NV in zip(rows, all_logits, strict=True):
+            assert row.law is not None, "it asked for logits"
+            row.wanted = ()
+            token = row.law.after_logits(logits_NV)
+            if token is None:
+                row.block_index += 1
+            else:
+                row.law = None
+                self._give(row, token)
+        return True
+
+    def _give(self, row: _Row, token: GeneratedToken) -> None:
+        row.run.take(token)
+        self._tokens.append((row.index, token))
         self.stats.num_new_tokens += 1
         now, stats = self._now(), row.run.state.stats
         if len(row.run.tokens) == 1:
@@ -178,48 +223,13 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         else:
             stats.decode_s = now - row.first_token_s
 
-    def _shallowest_block(self) -> int | None:
-        """Return the shallowest block that a row needs."""
-        needs = (row.need for row in self._rows)
-        return min((n.block_index for n in needs if isinstance(n, NeedBlock)), default=None)
-
-    def _answer_block(self, block_index: int) -> None:
-        """Answer all rows that need this block; what others owe it rides along."""
-        rows = [
-            (row, row.need)
-            for row in self._rows
-            if isinstance(row.need, NeedBlock) and row.need.block_index == block_index
-        ]
-        if any(row.run.state.counts.payable(block_index) for row, _ in rows):
-            states = [row.run.state for row in self._rows]
-            num_calls = self._runner.fill_all(states, block_index)
-            self.stats.layers_run += num_calls * self._runner.block_sizes[block_index]
-        asking = [row for row, need in rows if need.with_router]
-        router_logits = dict.fromkeys((row for row, _ in rows), math.nan)
-        if asking:
-            states = [row.run.state for row in asking]
-            answers = self._runner.router_logits(states, block_index)
-            router_logits.update(zip(asking, answers, strict=True))
-        for row, router_logit in router_logits.items():
-            self._advance(row, router_logit)
-
-    def _answer_heads(self) -> bool:
-        """Give all rows that wait for logits theirs, from one call; return whether there were any.
-
-        A row that gets its token goes on in the next round.
-        """
-        rows = [(row, row.need) for row in self._rows if isinstance(row.need, NeedLogits)]
-        if not rows:
-            return False
-        self.stats.head_calls += 1
-        all_logits = self._runner.logits([(row.run.state, need) for row, need in rows])
-        for (row, _), logits_NV in zip(rows, all_logits, strict=True):
-            self._advance(row, logits_NV)
-        return True
-
     def _drop_finished(self) -> None:
         """Take the results of rows that have ended; their buffers are free then."""
         for row in self._rows:
             if row.run.finish_reason is not None:
                 self._results[row.index] = row.run.result()
         self._rows = [row for row in self._rows if row.run.finish_reason is None]
+
+
+def _wants_block(row: _Row) -> bool:
+    return row.law is not None and not row.wanted

@@ -12,25 +12,32 @@ Shapes: B sequences, T tokens.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nvium_titan.decode.batch import BatchGeneration
-from nvium_titan.decode.choice import choose_next, law_name
-from nvium_titan.decode.forward.choose import Kernels, build_model, takes_graphs
-from nvium_titan.decode.kv_cache import WorkSpace
+from nvium_titan.decode.forward.base import Forward, TokenJob
+from nvium_titan.decode.forward.build import Kernels, build_forward
+from nvium_titan.decode.generation import (
+    PLAIN,
+    ROUTED,
+    Generation,
+    GenerationRequest,
+    RequestRun,
+)
+from nvium_titan.decode.laws import choose_token, law_name
+from nvium_titan.decode.noise import Noise
 from nvium_titan.decode.params import DecoderParams
 from nvium_titan.decode.policy import ExitPolicy, FixedExit
-from nvium_titan.decode.request import PLAIN, ROUTED, GenerationRequest, RequestRun
-from nvium_titan.decode.results import GeneratedToken, Generation, GenerationResult, Scores
-from nvium_titan.decode.runner import BlockRunner, DecodeState, Shapes, slots_for
-from nvium_titan.decode.sampling import Noise, SamplingParams
+from nvium_titan.decode.results import GeneratedToken, Scores
+from nvium_titan.decode.runner import Runner
+from nvium_titan.decode.sampling import SamplingParams
 from nvium_titan.decode.schedule import LockStep, Schedule
 from nvium_titan.decode.score import score_positions
+from nvium_titan.decode.sequence import DecodeState
 from nvium_titan.errors import PromptError
 
 _LOCK_STEP = LockStep()
@@ -44,46 +51,44 @@ class Engine:
         params: DecoderParams,
         *,
         max_seq_len: int | None = None,
-        shapes: Shapes = "exact",
         kernels: Kernels = "auto",
-        max_owed: int | None = None,
     ) -> None:
-        """Build the tables for the longest sequence.
+        """Build the forward, with tables for the longest sequence.
 
         Args:
             params: The weights, on the device and in the dtype to compute with.
-            max_seq_len: Longest sequence, prompt and new tokens; the model's
-                `max_position_embeddings` if None. A larger value extends RoPE beyond training.
-            shapes: "exact" runs groups as they are and attends over the filled slots; "bucket" pads
-                rows to a power of two and attends over all slots under a mask, so that only a few
-                static shapes occur. Both give the same numbers up to rounding. Graphs are always
-                in buckets.
-            kernels: See `build_model`.
-            max_owed: Pay every owed run once this many positions are owed; bounds the latency of a
-                single token. None never does, which is cheapest.
+            max_seq_len: Longest sequence, prompt and new tokens; the model's own limit if None. A
+                larger value extends RoPE beyond training.
+            kernels: What computes; see `build_forward`.
 
         Raises:
-            PromptError: If `max_seq_len` or `max_owed` is not positive.
-            DependencyError: If native kernels are asked for and cannot be had.
+            PromptError: If `max_seq_len` is not positive.
+            DependencyError: If kernels are asked for and cannot be had.
         """
-        config = params.config
-        self.max_seq_len = config.max_position_embeddings if max_seq_len is None else max_seq_len
-        if self.max_seq_len < 1:
+        max_seq_len = params.shape.max_seq_len if max_seq_len is None else max_seq_len
+        if max_seq_len < 1:
             raise PromptError(f"max_seq_len={max_seq_len}: must be at least 1")
-        if max_owed is not None and max_owed < 1:
-            raise PromptError(f"max_owed={max_owed}: must be at least 1")
-        self.max_owed = max_owed
-        self.num_exits = config.plan.num_exits
-        if takes_graphs(params, kernels):
-            kernels, shapes = "graph", "bucket"
-        model = build_model(
-            params,
-            kernels=kernels,
-            num_slots=slots_for(self.max_seq_len, shapes=shapes),
-            shapes=shapes,
-        )
-        self.params = model.params
-        self.runner = BlockRunner(model.params, model, shapes=shapes)
+        forward = build_forward(params, kernels=kernels, num_slots=max_seq_len)
+        self._use(forward, max_seq_len)
+
+    @classmethod
+    def with_forward(cls, forward: Forward, *, max_seq_len: int) -> Engine:
+        """Return an engine over a forward of your own, or of another engine's in a wrapper.
+
+        Args:
+            forward: What computes; has tables for `max_seq_len` positions.
+            max_seq_len: Longest sequence, prompt and new tokens.
+        """
+        engine = cls.__new__(cls)
+        engine._use(forward, max_seq_len)
+        return engine
+
+    def _use(self, forward: Forward, max_seq_len: int) -> None:
+        self.forward = forward
+        self.params = forward.params
+        self.max_seq_len = max_seq_len
+        self.runner = Runner(forward)
+        self.num_exits = self.runner.num_exits
 
     @classmethod
     def from_bundle(
@@ -93,9 +98,7 @@ class Engine:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         max_seq_len: int | None = None,
-        shapes: Shapes = "exact",
         kernels: Kernels = "auto",
-        max_owed: int | None = None,
     ) -> Engine:
         """Return an engine for the bundle at `path`; the arguments are those of the two classes.
 
@@ -103,9 +106,7 @@ class Engine:
             BundleError: If the bundle is incomplete or malformed.
         """
         params = DecoderParams.from_bundle(path, dtype=dtype, device=device)
-        return cls(
-            params, max_seq_len=max_seq_len, shapes=shapes, kernels=kernels, max_owed=max_owed
-        )
+        return cls(params, max_seq_len=max_seq_len, kernels=kernels)
 
     # --- one sequence, step by step -------------------------------------------------------------
 
@@ -190,19 +191,16 @@ class Engine:
     ) -> GeneratedToken:
         """Choose the token that follows the last one fed, running only the blocks that it needs.
 
-        Host reads: one per router asked, one for the token; see `decode.choice`.
+        Host reads: one per router asked, one for the token; see `choose_token`.
         """
-        choice = choose_next(
-            self.params,
-            state,
+        job = TokenJob(
             noise=noise,
+            num_junctions=self.num_exits - 1,
             sampling=sampling,
             policy=policy,
             with_log_probs=with_log_probs,
-            is_whole=self.runner.runs_tokens,
-            will_feed=False,
         )
-        return self.runner.serve(state, choice)
+        return choose_token(self.runner, state, job)
 
     # --- whole requests -------------------------------------------------------------------------
 
@@ -261,8 +259,7 @@ class Engine:
             with_log_probs=with_log_probs,
             lazy_prefill=lazy_prefill,
         )
-        run = self._open(request, state=state)(None)
-        return Generation(self._generate(run, is_own_state=state is None))
+        return Generation(self._open(request, state=state)(), owns_state=state is None)
 
     def generate_batch(
         self,
@@ -295,14 +292,18 @@ class Engine:
         openers = []
         for index, request in enumerate(requests):
             try:
-                openers.append(self._open(request))
+                openers.append(self._open(request, is_pooled=False))
             except PromptError as error:
                 raise PromptError(f"request {index + 1}: {error}") from error
         return BatchGeneration(self.runner, openers, batch_size=batch_size, schedule=schedule)
 
     def _open(
-        self, request: GenerationRequest, *, state: DecodeState | None = None
-    ) -> Callable[[WorkSpace | None], RequestRun]:
+        self,
+        request: GenerationRequest,
+        *,
+        state: DecodeState | None = None,
+        is_pooled: bool = True,
+    ) -> Callable[[], RequestRun]:
         """Check a request; return what makes its run, on a new sequence if there is no state.
 
         Raises:
@@ -321,42 +322,12 @@ class Engine:
         self._check_ids(prompt_ids, used=used, limit=limit - 1, reserve=1)
         num_new = min(request.max_new_tokens, limit - used - len(prompt_ids))
 
-        def run(work: WorkSpace | None) -> RequestRun:
-            return RequestRun(
-                self.runner,
-                state or self.runner.new_state(len(prompt_ids) + num_new, work=work),
-                request,
-                law=law,
-                num_new=num_new,
-                max_owed=self.max_owed,
-                # A batch shares its blocks, so its tokens run in pieces.
-                is_whole=self.runner.runs_tokens and work is None,
-            )
+        def run() -> RequestRun:
+            max_length = len(prompt_ids) + num_new
+            own = state or self.runner.new_state(max_length, is_pooled=is_pooled)
+            return RequestRun(self.runner, own, request, law=law, num_new=num_new)
 
         return run
-
-    def _generate(
-        self, run: RequestRun, *, is_own_state: bool
-    ) -> Generator[GeneratedToken, bool | None, GenerationResult]:
-        try:
-            start = time.perf_counter()
-            run.prefill()
-            stats = run.state.stats
-            stats.prefill_s = time.perf_counter() - start
-            token = run.next_token()
-            stats.ttft_s = time.perf_counter() - start
-            while True:
-                must_stop = yield token
-                if must_stop:
-                    run.stop()
-                if run.finish_reason is not None:
-                    return run.result()
-                start = time.perf_counter()
-                token = run.next_token()
-                stats.decode_s += time.perf_counter() - start
-        finally:
-            if is_own_state:
-                run.state.close()
 
     @torch.inference_mode()
     def score(self, ids_BT: Tensor | Sequence[Sequence[int]]) -> Scores:

@@ -1,8 +1,9 @@
 """Exit policies: who decides at a junction whether the token leaves.
 
-Only `SampledRouter` with temperature 1 samples the model's own mixture. The others sample a law
-that is named here, and say so in `law`. A policy has no state: what it answers depends on its
-arguments alone, so one object may serve any number of sequences.
+A policy answers before any router has run, with a threshold for each junction, so that every
+forward can decide where the router logit is: in C, in a graph, or on the host. Only `SampledRouter`
+with temperature 1 samples the model's own mixture; what the others sample, `law` names. A policy
+has no state: one object may serve any number of sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ExitPolicy(Protocol):
 
     @property
     def reads_router(self) -> bool:
-        """Whether the router is to be run and read on the host; if not, `leaves` gets NaN."""
+        """Whether the routers are run; if not, all thresholds are infinite."""
 
     @property
     def router_temperature(self) -> float | None:
@@ -33,16 +34,14 @@ class ExitPolicy(Protocol):
         None if the policy has no mixture.
         """
 
-    def leaves(
-        self, junction_index: int, *, position: int, router_logit: float, uniform: float
-    ) -> bool:
-        """Return whether the token leaves here.
+    def thresholds(self, *, position: int, uniforms: Sequence[float]) -> list[float]:
+        """Return, for each junction, the router logit z_k above which the token leaves there.
+
+        -inf where it leaves and +inf where it goes on, whatever the router says.
 
         Args:
-            junction_index: From 0; never the last exit, where everybody leaves.
             position: Position of the token being chosen.
-            router_logit: z_k, exit minus continue; NaN if the router was not run.
-            uniform: The junction's uniform number, in (0, 1).
+            uniforms: The uniform number of each junction, in (0, 1).
         """
 
 
@@ -56,6 +55,8 @@ class SampledRouter:
 
     temperature: float = 1.0
     """Divides the router logits; positive and finite."""
+
+    reads_router = True
 
     def __post_init__(self) -> None:
         """Check the temperature.
@@ -71,26 +72,19 @@ class SampledRouter:
 
     @property
     def law(self) -> str:
-        """See `ExitPolicy`."""
+        """What is sampled."""
         if self.temperature == 1:
             return "exact mixture"
         return f"approximate: mixture reweighted by router temperature {self.temperature:g}"
 
     @property
-    def reads_router(self) -> bool:
-        """See `ExitPolicy`."""
-        return True
-
-    @property
     def router_temperature(self) -> float | None:
-        """See `ExitPolicy`."""
+        """The temperature."""
         return self.temperature
 
-    def leaves(
-        self, junction_index: int, *, position: int, router_logit: float, uniform: float
-    ) -> bool:
-        """See `ExitPolicy`."""
-        return uniform < sigmoid(router_logit / self.temperature)
+    def thresholds(self, *, position: int, uniforms: Sequence[float]) -> list[float]:
+        """Return the thresholds: u < sigmoid(z / T) is z > T log(u / (1 - u))."""
+        return [self.temperature * (math.log(u) - math.log1p(-u)) for u in uniforms]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,26 +94,13 @@ class RouterGreedy:
     Not the mixture: at temperature 0 the token is argmax pi_k of that exit, not argmax pi_mix.
     """
 
-    @property
-    def law(self) -> str:
-        """See `ExitPolicy`."""
-        return "approximate: the first exit with w > 1/2"
+    law = "approximate: the first exit with w > 1/2"
+    reads_router = True
+    router_temperature = None
 
-    @property
-    def reads_router(self) -> bool:
-        """See `ExitPolicy`."""
-        return True
-
-    @property
-    def router_temperature(self) -> float | None:
-        """See `ExitPolicy`."""
-        return None
-
-    def leaves(
-        self, junction_index: int, *, position: int, router_logit: float, uniform: float
-    ) -> bool:
-        """See `ExitPolicy`."""
-        return router_logit > 0
+    def thresholds(self, *, position: int, uniforms: Sequence[float]) -> list[float]:
+        """Return the thresholds: w_k > 1/2 is z_k > 0."""
+        return [0.0] * len(uniforms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,26 +110,17 @@ class FixedExit:
     exit_index: int
     """From 0; an index past the junctions means the last exit."""
 
+    reads_router = False
+    router_temperature = None
+
     @property
     def law(self) -> str:
-        """See `ExitPolicy`."""
+        """What is sampled."""
         return f"approximate: exit {self.exit_index + 1} alone"
 
-    @property
-    def reads_router(self) -> bool:
-        """See `ExitPolicy`."""
-        return False
-
-    @property
-    def router_temperature(self) -> float | None:
-        """See `ExitPolicy`."""
-        return None
-
-    def leaves(
-        self, junction_index: int, *, position: int, router_logit: float, uniform: float
-    ) -> bool:
-        """See `ExitPolicy`."""
-        return junction_index == self.exit_index
+    def thresholds(self, *, position: int, uniforms: Sequence[float]) -> list[float]:
+        """Return the thresholds, all infinite."""
+        return forced_thresholds(self.exit_index, len(uniforms))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,64 +136,21 @@ class ScriptedExits:
     runs_router: bool = False
     """Also run and read every router on the way, as sampling would, so that its cost is paid."""
 
-    @property
-    def law(self) -> str:
-        """See `ExitPolicy`."""
-        return "approximate: scripted exits"
+    law = "approximate: scripted exits"
+    router_temperature = None
 
     @property
     def reads_router(self) -> bool:
-        """See `ExitPolicy`."""
+        """Whether the routers are run."""
         return self.runs_router
 
-    @property
-    def router_temperature(self) -> float | None:
-        """See `ExitPolicy`."""
-        return None
-
-    def leaves(
-        self, junction_index: int, *, position: int, router_logit: float, uniform: float
-    ) -> bool:
-        """See `ExitPolicy`."""
+    def thresholds(self, *, position: int, uniforms: Sequence[float]) -> list[float]:
+        """Return the thresholds, all infinite."""
         script = self.exit_indices
-        return junction_index == script[(position - self.first_position) % len(script)]
+        exit_index = script[(position - self.first_position) % len(script)]
+        return forced_thresholds(exit_index, len(uniforms))
 
 
-def exit_thresholds(
-    policy: ExitPolicy, *, position: int, uniforms: Sequence[float]
-) -> list[float] | None:
-    """Return, for each junction, the router logit above which the token leaves there.
-
-    -inf where it leaves and +inf where it goes on whatever the router says. The decision is that of
-    `leaves`, before a router has run: u < sigmoid(z / T) is z > T log(u / (1 - u)).
-
-    Args:
-        policy: None is returned for a policy that is not one of this module.
-        position: Position of the token being chosen.
-        uniforms: The uniform number of each junction.
-    """
-    if type(policy) is SampledRouter:
-        return [policy.temperature * (math.log(u) - math.log1p(-u)) for u in uniforms]
-    if type(policy) is RouterGreedy:
-        return [0.0] * len(uniforms)
-    if type(policy) in (FixedExit, ScriptedExits):
-        return [
-            -math.inf
-            if policy.leaves(index, position=position, router_logit=math.nan, uniform=u)
-            else math.inf
-            for index, u in enumerate(uniforms)
-        ]
-    return None
-
-
-def sigmoid(z: float) -> float:
-    """Return 1 / (1 + exp(-z)) without overflow; 0 and 1 at -inf and +inf."""
-    if z >= 0:
-        return 1 / (1 + math.exp(-z))
-    e = math.exp(z)
-    return e / (1 + e)
-
-
-def log_sigmoid(z: float) -> float:
-    """Return log(1 / (1 + exp(-z))) without overflow; -inf at -inf, 0 at +inf."""
-    return min(z, 0.0) - math.log1p(math.exp(-abs(z)))
+def forced_thresholds(exit_index: int, num_junctions: int) -> list[float]:
+    """Return the thresholds that let a token leave at one exit only."""
+    return [-math.inf if index == exit_index else math.inf for index in range(num_junctions)]

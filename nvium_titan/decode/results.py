@@ -1,17 +1,13 @@
-"""What a generation and a scoring give back: tokens, counts, times, log-probabilities."""
+"""What decoding counts and gives back: tokens, counters, times, log-probabilities."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torch import Tensor
-
-from nvium_titan.decode.policy import ExitPolicy
-from nvium_titan.decode.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length"]
 
@@ -93,52 +89,6 @@ class BatchStats:
         return self.num_new_tokens / self.decode_s if self.decode_s else math.nan
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationResult:
-    """A finished generation, with the settings it ran under."""
-
-    token_ids: tuple[int, ...]
-    """New tokens, a stop id included."""
-    exit_indices: tuple[int, ...]
-    """The exit of each."""
-    num_exits: int
-    """Exits of the model."""
-    finish_reason: FinishReason
-    """Whether a stop id came, or the wanted or possible number of tokens was reached."""
-    law: str
-    """What was sampled; starts with "exact" or "approximate"."""
-    sampling: SamplingParams
-    """As given."""
-    policy: ExitPolicy
-    """As given."""
-    seed: int
-    """As given."""
-    stats: DecodeStats
-    """What it took."""
-    log_exits: tuple[float, ...] | None = None
-    """log p_k of each token's exit by the model's own routers, nats; None unless asked for."""
-    log_probs: tuple[float, ...] | None = None
-    """log pi_k of each token, before temperature and filters, nats; None unless asked for."""
-    log_mix: tuple[float, ...] | None = None
-    """log pi_mix of each token, nats, before temperature and filters; None unless asked for."""
-
-    @property
-    def certified_early(self) -> float | None:
-        """Share of tokens known to be argmax pi_mix before the last exit.
-
-        None where nothing was certified: above temperature 0, or without a mixture.
-        """
-        if self.sampling.temperature > 0 or self.policy.router_temperature is None:
-            return None
-        return 1 - self.exit_counts[-1] / len(self.exit_indices)
-
-    @property
-    def exit_counts(self) -> tuple[int, ...]:
-        """Tokens that left at each exit."""
-        counts = Counter(self.exit_indices)
-        return tuple(counts[index] for index in range(self.num_exits))
-
-
 class Scores(NamedTuple):
     """Log-probabilities of the next tokens of B sequences of T tokens, nats, at least float32."""
 
@@ -148,55 +98,3 @@ class Scores(NamedTuple):
     """log pi_k(next token) of every exit, shape (B, T - 1, N_V)."""
     log_exit_probs: Tensor
     """log p_k of every exit, shape (B, T - 1, N_V)."""
-
-
-class Generation(Iterator[GeneratedToken]):
-    """Tokens as they come. Ending it early, in any way, leaves nothing behind."""
-
-    def __init__(self, run: Generator[GeneratedToken, bool | None, GenerationResult]) -> None:
-        """Wrap the generator that makes the tokens; sending it True ends it with a result."""
-        self._run = run
-        self._result: GenerationResult | None = None
-
-    def __next__(self) -> GeneratedToken:
-        """Return the next token.
-
-        Raises:
-            StopIteration: After the last token.
-        """
-        try:
-            return next(self._run)
-        except StopIteration as end:
-            self._result = self._result or end.value
-            raise
-
-    def stop(self) -> GenerationResult:
-        """Return the result with the tokens given so far, finish reason "stop".
-
-        Raises:
-            RuntimeError: If no token has been asked for yet, or it was closed or failed.
-        """
-        if self._result is None:
-            try:
-                self._run.send(True)
-            except StopIteration as end:
-                self._result = end.value
-            except TypeError as error:
-                raise RuntimeError("no token has been asked for yet") from error
-        return self.result()
-
-    def close(self) -> None:
-        """Drop it before its end; there is no result then."""
-        self._run.close()
-
-    def result(self) -> GenerationResult:
-        """Return the result, after running what is left.
-
-        Raises:
-            RuntimeError: If the generation was closed or failed before its end.
-        """
-        for _ in self:
-            pass
-        if self._result is None:
-            raise RuntimeError("the generation was closed or failed before its end")
-        return self._result

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+from typing_extensions import override
+
 from nvium_titan.errors import PromptError
 
 _MOST_REPLAYS = 8
@@ -27,16 +29,16 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LockStep:
+class LockStep(Schedule):
     """Every round gives every sequence a token: a block runs if any sequence wants it."""
 
+    @override
     def limits(self, num_blocks: int) -> tuple[int, ...]:
-        """See `Schedule`."""
         return (num_blocks,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Periodic:
+class Periodic(Schedule):
     """Replay the shallow blocks for those that leave there, then sweep down for all."""
 
     num_replays: int
@@ -54,8 +56,8 @@ class Periodic:
             if getattr(self, name) < 1:
                 raise PromptError(f"{name}={getattr(self, name)}: must be at least 1")
 
+    @override
     def limits(self, num_blocks: int) -> tuple[int, ...]:
-        """See `Schedule`."""
         return (*(min(self.num_shallow, num_blocks),) * self.num_replays, num_blocks)
 
 

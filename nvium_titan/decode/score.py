@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nvium_titan.core.mixture import at_least_float32, exit_log_probs, mixture_log_prob
-from nvium_titan.decode.runner import BlockRunner, DecodeState
+from nvium_titan.decode.runner import Runner
+from nvium_titan.decode.sequence import DecodeState
 
 _LOGIT_ELEMENTS = 1 << 22
 
@@ -25,7 +26,7 @@ class PositionScores(NamedTuple):
 
 
 def score_positions(
-    runner: BlockRunner, state: DecodeState, *, first: int, next_ids: list[int]
+    runner: Runner, state: DecodeState, *, first: int, next_ids: list[int]
 ) -> PositionScores:
     """Return the log-probability of each next token, from stored boundary states.
 
@@ -38,8 +39,8 @@ def score_positions(
         first: First position whose next token is scored.
         next_ids: The token after each position.
     """
-    params, model = runner.params, runner.model
-    num_rows = max(1, _LOGIT_ELEMENTS // params.config.vocab_size)
+    params, forward = runner.params, runner.forward
+    num_rows = max(1, _LOGIT_ELEMENTS // params.shape.vocab_size)
     ids_R = torch.tensor(next_ids, device=params.device)
     parts = []
     for start in range(0, len(next_ids), num_rows):
@@ -47,10 +48,10 @@ def score_positions(
         labels, routers = [], []
         for k in range(runner.num_exits):
             h_CD = state.buffers.boundary_SD[k + 1].narrow(0, first + start, len(ids_C))
-            n_CD = model.exit_norm(k, h_CD)
+            n_CD = forward.exit_norm(k, h_CD)
             if k < runner.num_exits - 1:
-                routers.append(model.router_logit(k, n_CD))
-            logits_CV = at_least_float32(model.logits(model.exit_state(k, n_CD)))
+                routers.append(forward.router_logit(k, n_CD))
+            logits_CV = at_least_float32(forward.logits(forward.exit_state(k, n_CD)))
             picked_C = logits_CV.gather(1, ids_C[:, None])[:, 0]
             labels.append(picked_C - logits_CV.logsumexp(-1))
         log_label_EC = torch.stack(labels)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from nvium_titan.decode.results import Generation, GenerationResult
+from nvium_titan.decode.generation import Generation, GenerationResult
 from nvium_titan.errors import PromptError
 from nvium_titan.text.stream import TextStream
 

@@ -22,7 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.distributed.utils import get_spmd_backend, init_fake_mode, set_spmd_backend
 
-from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import ConfigError
 from nvium_titan.train.trainer import NviumTrainer
 
@@ -145,19 +145,19 @@ def dry_run(config: NviumTrainer.Config, *, world_size: int | None = None) -> Dr
     """
     layout = _resolve_layout(config, world_size)
     num_sequences, accumulation_steps = _resolve_batch(config, layout)
-    dims: ModelDims = config.model_spec.model.dims
+    shape: ModelShape = config.model_spec.model.shape
     memory, num_params = [], 0
     ranks = math.prod(layout.values())
     for pipeline_rank in range(layout["pp"]):
         rank = pipeline_rank * (ranks // layout["pp"])
         with _pretended_ranks(config, world_size=ranks, rank=rank) as parallel_dims:
             num_params, parts = _build_parts(config, parallel_dims)
-            memory.append(_memory_of(parts, config, dims, layout, pipeline_rank))
+            memory.append(_memory_of(parts, config, shape, layout, pipeline_rank))
     return DryRun(
         layout=layout,
         world_size=ranks,
         flavor=config.model.flavor,
-        exits=dims.plan.block_ends,
+        exits=shape.block_ends,
         num_params=num_params,
         num_sequences=num_sequences,
         seq_len=config.training.seq_len,
@@ -278,7 +278,7 @@ def _build_parts(config: NviumTrainer.Config, parallel_dims: ParallelDims) -> tu
 def _memory_of(
     parts: Sequence[Any],
     config: NviumTrainer.Config,
-    dims: ModelDims,
+    shape: ModelShape,
     layout: dict[str, int],
     pipeline_rank: int,
 ) -> RankMemory:
@@ -293,7 +293,7 @@ def _memory_of(
         gradients=trained,
         optimizer=_ADAM_MOMENTS * trained,
         gathered=_gathered_bytes(parts, config, layout),
-        activations=_activation_bytes(parts, config, dims, layout, pipeline_rank),
+        activations=_activation_bytes(parts, config, shape, layout, pipeline_rank),
     )
 
 
@@ -321,18 +321,18 @@ def _gathered_bytes(
 def _activation_bytes(
     parts: Sequence[Any],
     config: NviumTrainer.Config,
-    dims: ModelDims,
+    shape: ModelShape,
     layout: dict[str, int],
     pipeline_rank: int,
 ) -> int:
     """Return an estimate of what the backward pass of this rank keeps at its peak."""
-    tp, num_exits = layout["tp"], dims.plan.num_exits
-    stream = dims.dim // tp if config.parallelism.enable_sequence_parallel else dims.dim
+    tp, num_exits = layout["tp"], shape.num_exits
+    stream = shape.dim // tp if config.parallelism.enable_sequence_parallel else shape.dim
     # Values per token. What a layer keeps, and what its junction adds.
-    whole, kept = _values_of_layer(config.activation_checkpoint, dims, tp=tp, stream=stream)
-    junction = 4 * stream + 2 * dims.adapter_dim + 2 * dims.router_dim
+    whole, kept = _values_of_layer(config.activation_checkpoint, shape, tp=tp, stream=stream)
+    junction = 4 * stream + 2 * shape.adapter_dim + 2 * shape.router_dim
     layers = [int(name) for part in parts for name in part.layers]
-    num_junctions = sum(index + 1 in dims.exit_layers for index in layers)
+    num_junctions = sum(index + 1 in shape.exit_layers for index in layers)
 
     num_sequences, num_alive = config.training.local_batch_size, 1
     if layout["pp"] > 1:
@@ -348,23 +348,23 @@ def _activation_bytes(
         values += whole
     logit_bytes = 0
     if any(part.lm_head is not None for part in parts):
-        values += 2 * num_exits * dims.dim
+        values += 2 * num_exits * shape.dim
         rows = num_exits * math.ceil(num_tokens / config.loss.num_chunks)
-        logit_bytes = _BYTES_PER_LIVE_LOGIT * rows * dims.vocab_size // tp
+        logit_bytes = _BYTES_PER_LIVE_LOGIT * rows * shape.vocab_size // tp
     size = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
     return size * num_tokens * values + logit_bytes
 
 
 def _values_of_layer(
-    recomputation: Any, dims: ModelDims, *, tp: int, stream: int
+    recomputation: Any, shape: ModelShape, *, tp: int, stream: int
 ) -> tuple[int, int]:
     """Return the values per token that a layer's backward needs, and those that are kept for it."""
-    attention = 2 * dims.head_dim * (dims.num_heads + dims.num_kv_heads) // tp
-    ffn = dims.ffn_dim // tp
-    whole = 2 * stream + 2 * dims.dim + attention + 4 * ffn
+    attention = 2 * shape.head_dim * (shape.num_heads + shape.num_kv_heads) // tp
+    ffn = shape.ffn_dim // tp
+    whole = 2 * stream + 2 * shape.dim + attention + 4 * ffn
     if isinstance(recomputation, SelectiveAC.Config):
         # Attention and every other matmul.
-        return whole, stream + dims.dim + attention + ffn
+        return whole, stream + shape.dim + attention + ffn
     if isinstance(recomputation, FullAC.Config):
         return whole, stream
     if isinstance(recomputation, MemoryBudgetAC.Config):

@@ -31,7 +31,7 @@ from nvium_titan.errors import CheckpointError, ConfigError, NviumError
 if TYPE_CHECKING:
     from torchtitan.components.checkpointer import CheckpointManager
 
-    from nvium_titan.core.cost import ModelDims
+    from nvium_titan.core.shape import ModelShape
     from nvium_titan.train.trainer import NviumTrainer
 
 USAGE = """usage: [torchrun ...] -m nvium_titan.train --config-file FILE.toml [--section.key value]
@@ -106,10 +106,10 @@ def check_inputs(config: NviumTrainer.Config) -> None:
     from nvium_titan.text.tokenizer import check_vocabulary
     from nvium_titan.train.data.datasets import TextDataLoader
 
-    dims = config.model_spec.model.dims
-    _check_checkpoint(config.checkpoint, Path(config.dump_folder), dims)
+    shape = config.model_spec.model.shape
+    _check_checkpoint(config.checkpoint, Path(config.dump_folder), shape)
     tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
-    check_vocabulary(tokenizer, dims.vocab_size)
+    check_vocabulary(tokenizer, shape.vocab_size)
     loaders = [config.dataloader]
     if config.validator.enable:
         loaders.append(config.validator.dataloader)
@@ -119,7 +119,7 @@ def check_inputs(config: NviumTrainer.Config) -> None:
 
 
 def _check_checkpoint(
-    checkpoint: CheckpointManager.Config, dump_folder: Path, dims: ModelDims
+    checkpoint: CheckpointManager.Config, dump_folder: Path, shape: ModelShape
 ) -> None:
     from nvium_titan.convert.hf import check_loadable
 
@@ -146,7 +146,7 @@ def _check_checkpoint(
                 f"[checkpoint] initial_load_path={path!r}: no {pattern} in it; {describe(path)}"
             )
         if checkpoint.initial_load_in_hf:
-            check_loadable(path, dims)
+            check_loadable(path, shape)
         elif fault := fault_in(Path(path)):
             raise CheckpointError(f"[checkpoint] initial_load_path={path!r}: {fault}")
 

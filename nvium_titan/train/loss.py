@@ -27,7 +27,7 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
 from nvium_titan.core.mixture import at_least_float32
-from nvium_titan.core.shape import ExitPlan
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import ConfigError
 from nvium_titan.train.controller import ControllerConfig
 from nvium_titan.train.metrics import token_sums
@@ -84,26 +84,25 @@ class MixtureLoss(BaseLoss):
         del compile_config
         self.config = config
         self.lm_head: nn.Module | None = None
-        self.plan = ExitPlan(num_layers=1, exit_layers=())
         self.balance_weight = 0.0
         self.beta = config.beta
         self.compute_weight = config.beta
 
-    def bind(self, lm_head: nn.Module | None, plan: ExitPlan, *, device: torch.device) -> None:
+    def bind(self, lm_head: nn.Module | None, shape: ModelShape, *, device: torch.device) -> None:
         """Attach the head and make the device tensors; called once, before the first step.
 
         Args:
             lm_head: The shared head; None on a pipeline stage that has none.
-            plan: Where the exits are.
+            shape: The model's, for its exits.
             device: Where loss weights and sums live.
         """
         self.lm_head = lm_head
-        self.plan = plan
+        self.shape = shape
         # Written in place between steps: no phase or beta makes a compiled or captured step anew.
         # 0-dim float64 scales a float32 tensor without making it float64.
         self._balance_weight = torch.zeros((), dtype=torch.float64, device=device)
         self._compute_weight = torch.zeros((), dtype=torch.float64, device=device)
-        self.sums = torch.zeros(4 + 3 * plan.num_exits, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(4 + 3 * shape.num_exits, dtype=torch.float64, device=device)
 
     def warmup_steps(self, num_steps: int) -> int:
         """Return how many of a run's steps are router warm-up."""
@@ -188,7 +187,7 @@ class MixtureLoss(BaseLoss):
             at_least_float32(logits_NCV.flatten(0, 1)), labels_R, _tensor_parallel_group()
         )
         log_label_EBC = -nll_R.view(num_exits, num_sequences, -1)
-        terms = token_terms(z_JBC, log_label_EBC, self.plan)
+        terms = token_terms(z_JBC, log_label_EBC, self.shape)
         valid_BC = (labels_BC != IGNORE_INDEX).to(terms.mixture_nll.dtype)
         per_token = (
             terms.mixture_nll

@@ -21,8 +21,7 @@ from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from nvium_titan.core.cost import ModelDims, limit_speedup
-from nvium_titan.core.shape import ExitPlan
+from nvium_titan.core.cost import limit_speedup
 from nvium_titan.files import replacing
 from nvium_titan.train.objective import TokenTerms
 
@@ -87,9 +86,9 @@ class MixtureMetrics:
         return math.exp(self.mixture_nll) if self.mixture_nll < 700 else math.inf
 
     @classmethod
-    def from_sums(cls, sums: Sequence[float], plan: ExitPlan) -> MixtureMetrics:
+    def from_sums(cls, sums: Sequence[float], *, num_exits: int) -> MixtureMetrics:
         """Divide reduced `token_sums` by their token count; without tokens every mean is 0."""
-        count, num_exits = sums[0], plan.num_exits
+        count = sums[0]
         means = [value / max(count, 1.0) for value in sums]
         exits, shares, routers = 5, 5 + num_exits, 5 + 2 * num_exits
         return cls(
@@ -122,7 +121,6 @@ class NviumMetricsProcessor(MetricsProcessor):
         self._writes = torch.distributed.get_rank() == self.writer_rank
         self.path = Path(dump_folder) / "metrics.jsonl"
         self.loss_fn: Any = None
-        self.dims: ModelDims | None = None
         self._warned_collapse = False
         self.validated_step = 0
         self.validation_nll = math.nan
@@ -190,7 +188,7 @@ class NviumMetricsProcessor(MetricsProcessor):
         sums: Tensor = self.loss_fn.sums
         if mesh is not None:
             sums = dist_utils.dist_sum_tensor(sums, mesh)
-        return MixtureMetrics.from_sums(sums.tolist(), self.loss_fn.plan)
+        return MixtureMetrics.from_sums(sums.tolist(), num_exits=self.loss_fn.shape.num_exits)
 
     def _tokens_per_second(self) -> float:
         seconds = time.perf_counter() - self.time_last_log
@@ -199,10 +197,10 @@ class NviumMetricsProcessor(MetricsProcessor):
         return per_rank * data_ranks
 
     def _limit(self, found: MixtureMetrics) -> float | None:
-        if self.dims is None or not found.num_tokens:
+        if not found.num_tokens:
             return None
         total = sum(found.exit_shares)
-        return limit_speedup(self.dims, [share / total for share in found.exit_shares])
+        return limit_speedup(self.loss_fn.shape, [share / total for share in found.exit_shares])
 
     def _scalars(self, found: MixtureMetrics) -> dict[str, float]:
         scalars = {

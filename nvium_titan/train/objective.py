@@ -19,7 +19,7 @@ from nvium_titan.core.mixture import (
     expected_depth,
     mixture_log_prob,
 )
-from nvium_titan.core.shape import ExitPlan
+from nvium_titan.core.shape import ModelShape
 
 
 class TokenTerms(NamedTuple):
@@ -38,7 +38,7 @@ class TokenTerms(NamedTuple):
     """log p_k, shape (E, *), nats."""
 
 
-def token_terms(router_logit_J: Tensor, log_label_E: Tensor, plan: ExitPlan) -> TokenTerms:
+def token_terms(router_logit_J: Tensor, log_label_E: Tensor, shape: ModelShape) -> TokenTerms:
     """Return the parts of the objective for every token.
 
     N-vium (arXiv:2605.13190), Sec. 4.1 (L_mix, L_compute) and App. A (L_balance, whose w_k is the
@@ -47,17 +47,17 @@ def token_terms(router_logit_J: Tensor, log_label_E: Tensor, plan: ExitPlan) -> 
     Args:
         router_logit_J: z, shape (J, *).
         log_label_E: log pi_k(y), shape (E, *), nats.
-        plan: Where the exits are.
+        shape: The model's, for its exits.
     """
     log_exit_E = exit_log_probs(router_logit_J)
     w_J = torch.sigmoid(at_least_float32(router_logit_J))
     balance = sum(
-        ((w - target) ** 2 for w, target in zip(w_J, plan.balance_targets(), strict=True)),
+        ((w - target) ** 2 for w, target in zip(w_J, shape.balance_targets(), strict=True)),
         start=torch.zeros_like(log_exit_E[0]),
     )
     return TokenTerms(
         mixture_nll=-mixture_log_prob(log_exit_E, log_label_E),
-        expected_depth=expected_depth(log_exit_E, plan.depth_fractions),
+        expected_depth=expected_depth(log_exit_E, shape.depth_fractions),
         balance=balance,
         log_exit_E=log_exit_E,
     )

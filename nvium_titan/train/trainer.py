@@ -20,12 +20,12 @@ from torchtitan.config.configs import DebugConfig
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import ConfigError, DataError, DivergenceError, StreamError
 from nvium_titan.text.tokenizer import check_vocabulary
 from nvium_titan.train.checkpoint import NviumCheckpointManager
 from nvium_titan.train.config import dump_config
-from nvium_titan.train.config.tables import Float8Table, ModelTable, NviumTable, resolve_dims
+from nvium_titan.train.config.tables import Float8Table, ModelTable, NviumTable, resolve_shape
 from nvium_titan.train.controller import Baseline, next_beta
 from nvium_titan.train.data.agreement import host_group, in_step
 from nvium_titan.train.data.datasets import Batch, TextDataLoader
@@ -107,18 +107,18 @@ class NviumTrainer(Trainer):
             Raises:
                 ConfigError: If the model is impossible or does not fit the training settings.
             """
-            dims = resolve_dims(self.model, self.nvium)
-            if self.training.seq_len > dims.max_seq_len:
+            shape = resolve_shape(self.model, self.nvium)
+            if self.training.seq_len > shape.max_seq_len:
                 raise ConfigError(
                     f"[training] seq_len={self.training.seq_len}: the model is declared for "
-                    f"max_seq_len={dims.max_seq_len}; raise [model] max_seq_len or lower it"
+                    f"max_seq_len={shape.max_seq_len}; raise [model] max_seq_len or lower it"
                 )
-            if self.nvium.trainable == "junctions" and not dims.exit_layers:
+            if self.nvium.trainable == "junctions" and not shape.exit_layers:
                 raise ConfigError(
                     '[nvium] trainable="junctions": the model has no early exit; give exit_layers'
                 )
             check_layout(
-                dims,
+                shape,
                 parallelism=self.parallelism,
                 training=self.training,
                 trainable=self.nvium.trainable,
@@ -132,22 +132,22 @@ class NviumTrainer(Trainer):
                 self.lr_scheduler.resolve(self.training.steps)
             # The slot is torchtitan's, whose classes are untyped.
             self.model_spec = model_spec(  # type: ignore[misc]
-                dims, flavor=self.model.flavor, trainable=self.nvium.trainable
+                shape, flavor=self.model.flavor, trainable=self.nvium.trainable
             )
             Trainer.Config.__post_init__(self)
 
         def resolved(self) -> NviumTrainer.Config:
             """Return the same settings with every number of the model written out."""
-            dims = self.model_spec.model.dims
-            numbers = {f.name: getattr(dims, f.name) for f in fields(ModelTable)[1:]}
+            shape = self.model_spec.model.shape
+            numbers = {f.name: getattr(shape, f.name) for f in fields(ModelTable)[1:]}
             return replace(
                 self,
                 model=ModelTable(flavor=self.model.flavor, **numbers),
                 nvium=NviumTable(
-                    num_exits=dims.plan.num_exits,
-                    exit_layers=list(dims.exit_layers),
-                    router_dim=dims.router_dim,
-                    adapter_dim=dims.adapter_dim,
+                    num_exits=shape.num_exits,
+                    exit_layers=list(shape.exit_layers),
+                    router_dim=shape.router_dim,
+                    adapter_dim=shape.adapter_dim,
                     trainable=self.nvium.trainable,
                 ),
             )
@@ -158,16 +158,15 @@ class NviumTrainer(Trainer):
             is_compiled = config.compile.enable and "model" in config.compile.components
             use_float8(config.model_spec.model, config.float8, is_compiled=is_compiled)
         super().__init__(config)
-        dims: ModelDims = config.model_spec.model.dims
-        check_vocabulary(self.tokenizer, dims.vocab_size)
+        shape: ModelShape = config.model_spec.model.shape
+        check_vocabulary(self.tokenizer, shape.vocab_size)
         has_head = not self.parallel_dims.pp_enabled or self.pp_has_last_stage
         self.loss_fn.bind(
             self.model_parts[-1].lm_head if has_head else None,
-            dims.plan,
+            shape,
             device=self.device,
         )
         self.metrics_processor.loss_fn = self.loss_fn
-        self.metrics_processor.dims = dims
         self._run_state = _RunState(
             num_steps=config.training.steps,
             settings=dump_config(config.resolved()),

@@ -50,7 +50,7 @@ def test_dis_08_two_processes_train_save_resume_and_export_on_a_cpu(tmp_path: Pa
     assert [row.loss for row in resumed] == [row.loss for row in whole]
     assert [row.grad_norm for row in resumed] == [row.grad_norm for row in whole]
     export_checkpoint(tmp_path / "run", tmp_path / "bundle")
-    assert read_bundle(tmp_path / "bundle").config.exit_layers == (1, 3)
+    assert read_bundle(tmp_path / "bundle").config.shape.exit_layers == (1, 3)
 
 
 @pytest.mark.cases

@@ -11,7 +11,7 @@ import pytest
 
 from nvium_titan.decode import DecoderParams, Engine, ScriptedExits
 from nvium_titan.decode.forward.native import build
-from nvium_titan.decode.forward.native.model import NativeModel
+from nvium_titan.decode.forward.native.forward import NativeForward
 from tests.helpers.tiny_decoder import exit_scripts, tiny_config
 
 pytestmark = pytest.mark.e2e
@@ -65,7 +65,7 @@ def test_cmp_01_decoding_compiles_nothing_after_its_first_engine(
 ) -> None:
     engine = Engine(DecoderParams.random(tiny_config(), seed=0))  # here, or from the cache
     # The compiled path is really taken: were it off, decoding would go on in torch operations.
-    assert isinstance(engine.runner.model, NativeModel)
+    assert isinstance(engine.forward, NativeForward)
 
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError(f"a compiler was started: {args}")

@@ -98,7 +98,7 @@ def test_cfg_07_a_flag_beats_the_file_and_is_recorded(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.toml").unlink()
     export_checkpoint(tmp_path / "run" / "checkpoint" / "step-1", tmp_path / "bundle")
     config = read_bundle(tmp_path / "bundle").config
-    assert (config.num_hidden_layers, config.exit_layers) == (6, (2, 4))
+    assert (config.shape.num_layers, config.shape.exit_layers) == (6, (2, 4))
 
 
 @pytest.mark.cases

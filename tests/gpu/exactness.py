@@ -11,12 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvium_titan.bench.graphs import Mode, available_modes, in_mode
+from nvium_titan.bench.graphs import available_modes, in_mode
 from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.workload import Workload
-from nvium_titan.decode import DecoderParams, Engine, ExitPolicy, Noise, SampledRouter
-from nvium_titan.decode.policy import exit_thresholds
-from nvium_titan.decode.runner import DecodeState
+from nvium_titan.decode import (
+    DecoderParams,
+    DecodeState,
+    Engine,
+    ExitPolicy,
+    Noise,
+    SampledRouter,
+)
+from nvium_titan.decode.forward.graphs.forward import Mode
+from tests.gpu.imitation import graph_engine
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest errors allowed, by type. States: as a fraction of the largest value in a buffer.
@@ -61,7 +68,7 @@ def check_exactness(
     """
     params = DecoderParams.from_tensors(model.config, model.load_tensors(dtype))
     reference = Engine(params, max_seq_len=work.max_seq_len, kernels="torch")
-    engine = Engine(params, max_seq_len=work.max_seq_len, kernels="graph")
+    engine = graph_engine(params, max_seq_len=work.max_seq_len)
     policies = {"forced": work.policies(shares)[0], "drawn": SampledRouter()}
     return [
         _exactness(in_mode(engine, mode), reference, mode=mode, exits=exits, work=work, policy=p)
@@ -130,23 +137,19 @@ def _decision_error(
     token_id: int,
 ) -> float:
     """Return by how much exit and token at a position miss the choice of the full pass, nats."""
-    params, model = reference.params, reference.runner.model
+    params, forward = reference.params, reference.forward
     noise = Noise(seed, vocab_size=params.num_tokens, device=params.device)
     num_junctions = reference.num_exits - 1
-    thresholds = exit_thresholds(
-        policy,
-        position=position,
-        uniforms=[noise.uniform(position, index) for index in range(num_junctions)],
-    )
-    assert thresholds is not None, "a policy of ours"
+    uniforms = [noise.uniform(position, index) for index in range(num_junctions)]
+    thresholds = policy.thresholds(position=position, uniforms=uniforms)
     error = 0.0
     for index in range(exit_index + 1):
-        n_1D = model.exit_norm(index, full.buffers.boundary_SD[index + 1][position - 1 :][:1])
+        n_1D = forward.exit_norm(index, full.buffers.boundary_SD[index + 1][position - 1 :][:1])
         if index == num_junctions:
             break
-        beyond = float(model.router_logit(index, n_1D)) - thresholds[index]
+        beyond = float(forward.router_logit(index, n_1D)) - thresholds[index]
         error = max(error, -beyond if index == exit_index else beyond)
-    logits_V = model.logits(model.exit_state(exit_index, n_1D))[0, : params.num_tokens]
+    logits_V = forward.logits(forward.exit_state(exit_index, n_1D))[0, : params.num_tokens]
     scores_V = logits_V.double() + noise.gumbel(position)
     missed = float(scores_V.max() - scores_V[token_id])
     return max(error, missed) if missed == missed else float("inf")

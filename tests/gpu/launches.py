@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nvium_titan.bench.graphs import ShapeFigures
-from nvium_titan.decode.forward.graphs.model import LAUNCHES_PER_TOKEN
+from nvium_titan.decode.forward.graphs.forward import LAUNCHES_PER_TOKEN
 
 
 def launch_failures(figures: ShapeFigures) -> list[str]:

@@ -11,8 +11,8 @@ from nvium_titan.bench.graphs import graphs_of
 from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.workload import Workload
 from nvium_titan.decode import Engine, ScriptedExits
-from nvium_titan.decode.deferred import PREFILL_BUCKETS
-from nvium_titan.decode.forward.graphs.model import MAX_TOKEN_GRAPHS
+from nvium_titan.decode.forward.graphs.forward import BLOCK_BUCKETS, MAX_TOKEN_GRAPHS
+from tests.gpu.imitation import graph_engine
 
 # Fragments of the allocator may add so much after the second round of requests.
 _POOL_GROWTH = 1.02
@@ -57,7 +57,7 @@ def watch_memory(
         sample_every: Requests between two samples.
         work: The longest prompt and generation.
     """
-    engine = model.load_engine(dtype="float32", max_seq_len=work.max_seq_len, kernels="graph")
+    engine = graph_engine(model.load_params(dtype="float32"), max_seq_len=work.max_seq_len)
     graphs, rng = graphs_of(engine), random.Random(work.seed)
     last = engine.num_exits - 1
     requests = []
@@ -75,13 +75,11 @@ def watch_memory(
             if num_served % sample_every == 0:
                 samples.append(_memory_bytes(engine) / 1e6)
         ends.append(len(samples))
-    assert graphs.buffer_pool is not None, "graphs have a pool"
-    num_sets = len(graphs.buffer_pool)
     return MemoryFigures(
         num_requests=num_served,
         memory_mb=samples,
         num_graphs=graphs.num_graphs,
-        bound=num_sets * (MAX_TOKEN_GRAPHS + engine.num_exits * len(PREFILL_BUCKETS)),
+        bound=len(graphs.pool) * (MAX_TOKEN_GRAPHS + engine.num_exits * len(BLOCK_BUCKETS)),
         is_flat=max(samples[ends[1] :]) <= _POOL_GROWTH * max(samples[ends[0] : ends[1]]),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 from nvium_titan.bench.graphs import LoadedShape, available_modes
 from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.workload import Workload
-from nvium_titan.core.flavors import shape_dims
-from nvium_titan.decode.forward.graphs import model as graph_model
+from nvium_titan.core.flavors import parse_shape
+from nvium_titan.decode.forward.graphs import forward as graph_forward
+from nvium_titan.decode.sampling import Filters
 from tests.gpu import memory
 from tests.gpu.exactness import Exactness, check_exactness
+from tests.gpu.imitation import graph_engine
 from tests.gpu.launches import launch_failures
 
 SHARES = (0.35, 0.2, 0.15, 0.3)
@@ -35,8 +38,8 @@ on_every_device = pytest.mark.parametrize(
 
 
 def bench_model(device: str = "cpu") -> BenchModel:
-    dims = dataclasses.replace(shape_dims("32x4"), vocab_size=100)
-    return BenchModel.random(dims, seed=0, device=device)
+    shape = dataclasses.replace(parse_shape("32x4"), vocab_size=100)
+    return BenchModel.random(shape, seed=0, device=device)
 
 
 def check(device: str = "cpu") -> list[Exactness]:
@@ -46,7 +49,7 @@ def check(device: str = "cpu") -> list[Exactness]:
 @on_every_device
 def test_every_mode_is_exact(device: str) -> None:
     rows = check(device)
-    engine = bench_model(device).load_engine(dtype="float32", max_seq_len=20, kernels="graph")
+    engine = graph_engine(bench_model(device).load_params(dtype="float32"), max_seq_len=20)
     modes = available_modes(engine)
     assert [(row.mode, row.exits, row.num_tokens) for row in rows] == [
         (mode, exits, 11) for mode in modes for exits in ("forced", "drawn")
@@ -57,7 +60,7 @@ def test_every_mode_is_exact(device: str) -> None:
 
 @on_every_device
 def test_a_token_is_the_documented_number_of_launches(device: str) -> None:
-    shape = LoadedShape(bench_model(device), dtype="bfloat16", work=WORK)
+    shape = LoadedShape(bench_model(device), dtype="bfloat16", work=WORK, build=graph_engine)
     assert launch_failures(shape.speed(SHARES, bandwidth_gb_s=1.0)) == []
 
 
@@ -71,10 +74,10 @@ def test_memory_stays_flat(device: str) -> None:
 
 
 def test_a_wrong_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(logits_V: Tensor, key_1: Tensor, temperature_1: Tensor) -> Tensor:
+    def wrong(logits_V: Tensor, key_1: Tensor, filters: Filters) -> Tensor:
         return logits_V.argmin(0, keepdim=True)
 
-    monkeypatch.setattr(graph_model, "draw_token", wrong)
+    monkeypatch.setattr(graph_forward, "draw_in_graph", wrong)
     blocks, _, tokens, *_ = check()
     assert blocks.passed
     assert not tokens.passed
@@ -83,13 +86,13 @@ def test_a_wrong_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wrong", [0.0, 9.0], ids=["leaves too early", "goes on"])
 def test_a_wrong_exit_is_seen(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    thresholds = graph_model._StaticInputs.set_token
+    thresholds = graph_forward._StaticInputs.set_token
 
-    def shifted(self: graph_model._StaticInputs, *args: object) -> None:
+    def shifted(self: graph_forward._StaticInputs, *args: object) -> None:
         thresholds(self, *args)  # type: ignore[arg-type]
         self._thresholds[:] = wrong or -9.0
 
-    monkeypatch.setattr(graph_model._StaticInputs, "set_token", shifted)
+    monkeypatch.setattr(graph_forward._StaticInputs, "set_token", shifted)
     rows = {(row.mode, row.exits): row for row in check()}
     assert rows["blocks", "drawn"].passed
     assert not rows["tokens", "drawn"].passed
@@ -97,12 +100,12 @@ def test_a_wrong_exit_is_seen(wrong: float, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_wrong_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = graph_model.run_layer
+    right = graph_forward.run_layer
 
-    def wrong(*args: Tensor, eps: float, scale: float) -> Tensor:
-        return right(*args, eps=eps, scale=1.1 * scale)
+    def wrong(*args: Any, eps: float) -> Tensor:
+        return 1.1 * right(*args, eps=eps)
 
-    monkeypatch.setattr(graph_model, "run_layer", wrong)
+    monkeypatch.setattr(graph_forward, "run_layer", wrong)
     assert not any(row.passed for row in check())
 
 

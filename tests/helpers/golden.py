@@ -14,7 +14,7 @@ from torchtitan.models.common import ComplexRoPE
 from nvium_titan.bundle import Bundle, BundleConfig, read_bundle
 from nvium_titan.convert.layout import to_native
 from nvium_titan.convert.reference import import_reference
-from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.train.model import model_spec
 from nvium_titan.train.model.model import NviumModel
 
@@ -40,24 +40,24 @@ def import_golden(folder: Path, scratch: Path) -> Bundle:
 
 def training_model(config: BundleConfig, tensors: dict[str, Tensor]) -> NviumModel:
     """Build the model that is trained, of the tensors' type, from a bundle's tensors."""
-    dims = config.dims
-    model = model_spec(dims, flavor="test").model.build()
+    shape = config.shape
+    model = model_spec(shape, flavor="test").model.build()
     with torch.no_grad():
         model.init_weights(buffer_device=None)
-    native = to_native(tensors, dims)
+    native = to_native(tensors, shape)
     if native["lm_head.weight"].dtype == torch.float64:
         model.double()
         for module in model.modules():
             if isinstance(module, ComplexRoPE):
-                module.cache = _double_cache(dims)
+                module.cache = _double_cache(shape)
     model.load_state_dict(native)
     return model
 
 
-def _double_cache(dims: ModelDims) -> Tensor:
-    exponent = torch.arange(0, dims.head_dim, 2, dtype=torch.float64) / dims.head_dim
-    position = torch.arange(dims.max_seq_len, dtype=torch.float64)
-    angle = torch.outer(position, dims.rope_theta**-exponent)
+def _double_cache(shape: ModelShape) -> Tensor:
+    exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
+    position = torch.arange(shape.max_seq_len, dtype=torch.float64)
+    angle = torch.outer(position, shape.rope_theta**-exponent)
     return torch.polar(torch.ones_like(angle), angle)
 
 

@@ -86,7 +86,7 @@ def decoded_logits(engine: Engine, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Decode a sequence; return logits (E, T, V) and router logits (J, T)."""
     state = engine.new_state(max_length=len(ids))
     engine.prefill(state, ids)
-    model = engine.runner.model
+    model = engine.forward
     logits, routers = [], []
     for k in range(engine.runner.num_exits):
         n_TD = model.exit_norm(k, state.buffers.boundary_SD[k + 1].narrow(0, 0, len(ids)))

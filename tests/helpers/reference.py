@@ -38,15 +38,15 @@ def reference_forward(
 ) -> Reference:
     """Run every layer on every token."""
     w = {name: tensor.double() for name, tensor in tensors.items()}
-    num_heads, groups = config.num_attention_heads, config.num_key_value_heads
-    head, num_tokens = config.head_dim, len(token_ids)
-    exits = [*config.exit_layers, config.num_hidden_layers]
+    num_heads, groups = config.shape.num_heads, config.shape.num_kv_heads
+    head, num_tokens = config.shape.head_dim, len(token_ids)
+    exits = [*config.shape.exit_layers, config.shape.num_layers]
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * w[name]
+        return x / (x.pow(2).mean(-1, keepdim=True) + config.shape.norm_eps).sqrt() * w[name]
 
     position = torch.arange(num_tokens).double()
-    inverse = config.rope_theta ** (-torch.arange(0, head, 2).double() / head)
+    inverse = config.shape.rope_theta ** (-torch.arange(0, head, 2).double() / head)
     angle = torch.cat([torch.outer(position, inverse)] * 2, dim=-1)
 
     def rope(x_THd: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def reference_forward(
     x = w["model.embed_tokens.weight"][torch.tensor(token_ids)]
     boundary, keys, values = [x], [], []
     future = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
-    for layer in range(config.num_hidden_layers):
+    for layer in range(config.shape.num_layers):
         p = f"model.layers.{layer}"
         n = norm(x, f"{p}.input_layernorm.weight")
         q = rope((n @ w[f"{p}.self_attn.q_proj.weight"].T).view(num_tokens, num_heads, head))
@@ -77,7 +77,7 @@ def reference_forward(
         if layer + 1 in exits:
             boundary.append(x)
 
-    head_VD = w["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+    head_VD = w["model.embed_tokens.weight" if config.shape.tie_embeddings else "lm_head.weight"]
     logits, router_logits = [], []
     for k_index, h in enumerate(boundary[1:]):
         is_final = k_index == len(exits) - 1
@@ -113,10 +113,10 @@ def assert_cache_equals(
 ) -> Reference:
     """Compare every stored position of every layer with a full forward pass of the sequence."""
     twin = reference_forward(config, tensors, state.token_ids)
-    blocks = config.plan.blocks
+    blocks = config.shape.blocks
     near = {"atol": tolerance, "rtol": tolerance, "check_dtype": False}
     for block, filled, boundary in zip(
-        blocks, state.counts.filled, range(1, len(blocks) + 1), strict=True
+        blocks, state.filled, range(1, len(blocks) + 1), strict=True
     ):
         assert_close(
             state.buffers.boundary_SD[boundary][:filled],

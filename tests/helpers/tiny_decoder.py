@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from torch import Tensor
 
 from nvium_titan.bundle import BundleConfig
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.decode.params import random_tensors
 
 
@@ -20,24 +22,29 @@ def tiny_config(
     final_adapter: bool = True,
     tie: bool = False,
     max_positions: int = 256,
+    **widths: int,
 ) -> BundleConfig:
-    """Return a decoder of width 32 with uneven exits; grouped-query attention by default."""
+    """Return a decoder with uneven exits, 32 wide unless `widths` say otherwise; by default with
+    grouped-query attention."""
     has_adapter = bool(exit_layers) or final_adapter
-    return BundleConfig(
+    shape = ModelShape(
         vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
+        dim=32,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=8,
-        max_position_embeddings=max_positions,
-        rms_norm_eps=1e-5,
+        ffn_dim=48,
         rope_theta=10000.0,
-        tie_word_embeddings=tie,
+        norm_eps=1e-5,
+        max_seq_len=max_positions,
+        tie_embeddings=tie,
         exit_layers=exit_layers,
         router_dim=20 if exit_layers else 0,
         adapter_dim=24 if has_adapter else 0,
+    )
+    return BundleConfig(
+        shape=replace(shape, **widths),
         final_adapter=final_adapter,
         bos_token_id=None,
         eos_token_id=None,

@@ -27,6 +27,7 @@ from nvium_titan.decode import (
     Schedule,
     ScriptedExits,
 )
+from tests.helpers.engines import make_engine
 from tests.helpers.reference import assert_cache_equals
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 
@@ -57,7 +58,7 @@ LAWS: dict[str, dict[str, Any]] = {
 
 def make(which: int = 0, dtype: torch.dtype = torch.float64, **kwargs: Any) -> Engine:
     tensors = {name: tensor.to(dtype) for name, tensor in TENSORS[which].items()}
-    return Engine(DecoderParams.from_tensors(CONFIGS[which], tensors), **kwargs)
+    return make_engine(DecoderParams.from_tensors(CONFIGS[which], tensors), **kwargs)
 
 
 def run_alone(engine: Engine, request: GenerationRequest) -> GenerationResult:
@@ -113,11 +114,11 @@ def record_states(engine: Engine) -> list[DecodeState]:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("shapes", ["exact", "bucket"])
+@pytest.mark.parametrize("kernels", ["torch", "graph"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("law", LAWS)
-def test_every_law_under_every_schedule(law: str, schedule: str, shapes: str) -> None:
-    engine = make(shapes=shapes)
+def test_every_law_under_every_schedule(law: str, schedule: str, kernels: str) -> None:
+    engine = make(kernels=kernels)
     requests = [
         GenerationRequest(
             prompt_ids=[1 + row] * (1 + 9 * row),
@@ -164,23 +165,21 @@ rows = st.lists(
 @given(
     rows=rows,
     which=st.integers(0, len(CONFIGS) - 1),
-    shapes=st.sampled_from(["exact", "bucket"]),
+    kernels=st.sampled_from(["torch", "graph"]),
     schedule=st.one_of(
         st.just(LockStep()),
         st.builds(Periodic, num_replays=st.integers(1, 4), num_shallow=st.integers(1, 4)),
     ),
     batch_size=st.one_of(st.none(), st.integers(1, 3)),
-    max_owed=st.one_of(st.none(), st.integers(1, 12)),
 )
 def test_any_batch_gives_single_runs_and_exact_caches(
     rows: list[tuple[list[int], int, str, int, list[int]]],
     which: int,
-    shapes: str,
+    kernels: str,
     schedule: Schedule,
     batch_size: int | None,
-    max_owed: int | None,
 ) -> None:
-    engine = make(which, shapes=shapes, max_owed=max_owed)
+    engine = make(which, kernels=kernels)
     requests = [
         GenerationRequest(
             prompt_ids=prompt,
@@ -196,7 +195,7 @@ def test_any_batch_gives_single_runs_and_exact_caches(
     assert len(states) == len(requests)
     for request, state, result in zip(requests, tuple(states), results, strict=True):
         assert state.token_ids == [*request.prompt_ids, *result.token_ids[:-1]]
-        assert state.counts.filled == sorted(state.counts.filled, reverse=True)
+        assert state.filled == sorted(state.filled, reverse=True)
         assert_cache_equals(CONFIGS[which], TENSORS[which], state, tolerance=TOLERANCE)
         engine.flush(state)
         assert_cache_equals(CONFIGS[which], TENSORS[which], state, tolerance=TOLERANCE)
@@ -207,10 +206,10 @@ def test_any_batch_gives_single_runs_and_exact_caches(
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("shapes", ["exact", "bucket"])
-def test_more_owed_rows_than_one_call_holds_run_in_several(shapes: str) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "graph"])
+def test_more_owed_rows_than_one_call_holds_run_in_several(kernels: str) -> None:
     """Six rows owe 40 positions each when all go to the top at once."""
-    engine = make(shapes=shapes)
+    engine = make(kernels=kernels)
     policy = ScriptedExits(exit_indices=(*(0,) * 40, 2), first_position=2)
     requests = [
         GenerationRequest(prompt_ids=[row, row], max_new_tokens=42, policy=policy)
@@ -218,20 +217,20 @@ def test_more_owed_rows_than_one_call_holds_run_in_several(shapes: str) -> None:
     ]
     states = record_states(engine)
     sizes = []
-    run_block = engine.runner.model.run_block
+    run_block = engine.forward.run_block
 
     def counted(block_index: int, groups: Sequence[Any]) -> None:
         sizes.append((len(groups), sum(group.rows for group in groups)))
         run_block(block_index, groups)
 
-    engine.runner.model.run_block = counted  # type: ignore[method-assign]
+    engine.forward.run_block = counted  # type: ignore[method-assign]
     results = engine.generate_batch(requests).results()
     assert (6, 6) in sizes
     assert (4, 128) in sizes, "as many full groups as a call holds"
     assert max(rows for _, rows in sizes) <= 128
     for state in states:
         assert_cache_equals(CONFIGS[0], TENSORS[0], state, tolerance=TOLERANCE)
-    engine.runner.model.run_block = run_block  # type: ignore[method-assign]
+    engine.forward.run_block = run_block  # type: ignore[method-assign]
     for request, result in zip(requests, results, strict=True):
         assert result.token_ids == run_alone(engine, request).token_ids
 

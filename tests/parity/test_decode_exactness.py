@@ -17,11 +17,12 @@ from nvium_titan.decode import (
     SampledRouter,
     ScriptedExits,
 )
+from tests.helpers.engines import make_engine
 from tests.helpers.reference import Reference, assert_cache_equals, reference_forward
 from tests.helpers.tiny_decoder import exit_scripts, lively_tensors, tiny_config
 
 TOLERANCE = 1e-10
-SHAPES = ("exact", "bucket")
+KERNELS = ("torch", "graph")
 NUM_NEW = 51
 
 CONFIGS = {
@@ -34,7 +35,7 @@ CONFIGS = {
 
 def make(config: BundleConfig, dtype: torch.dtype = torch.float64, **kwargs: object) -> Engine:
     tensors = {name: tensor.to(dtype) for name, tensor in lively_tensors(config).items()}
-    return Engine(DecoderParams.from_tensors(config, tensors), **kwargs)  # type: ignore[arg-type]
+    return make_engine(DecoderParams.from_tensors(config, tensors), **kwargs)  # type: ignore[arg-type]
 
 
 def assert_state_equals(engine: Engine, state: DecodeState, tolerance: float) -> Reference:
@@ -44,7 +45,7 @@ def assert_state_equals(engine: Engine, state: DecodeState, tolerance: float) ->
 
 
 def logits_of_every_exit(engine: Engine, state: DecodeState) -> torch.Tensor:
-    model, hidden = engine.runner.model, state.buffers.boundary_SD
+    model, hidden = engine.forward, state.buffers.boundary_SD
     with torch.inference_mode():
         rows = [
             model.logits(model.exit_state(k, model.exit_norm(k, hidden[k + 1][: state.length])))
@@ -65,16 +66,16 @@ def run_script(engine: Engine, state: DecodeState, script: tuple[int, ...]) -> N
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("pattern", exit_scripts(3, NUM_NEW))
-def test_every_exit_pattern_keeps_the_cache_exact(pattern: str, shapes: str) -> None:
-    engine = make(CONFIGS["gqa-uneven"], shapes=shapes)
+def test_every_exit_pattern_keeps_the_cache_exact(pattern: str, kernels: str) -> None:
+    engine = make(CONFIGS["gqa-uneven"], kernels=kernels)
     state = engine.new_state()
     run_script(engine, state, exit_scripts(3, NUM_NEW)[pattern])
-    pending = state.counts.num_deferred
+    pending = state.num_deferred
     assert_state_equals(engine, state, TOLERANCE)
     engine.flush(state)
-    assert state.counts.num_deferred == 0
+    assert state.num_deferred == 0
     twin = assert_state_equals(engine, state, TOLERANCE)
     assert_close(
         logits_of_every_exit(engine, state), twin.logits_ETV, atol=TOLERANCE, rtol=TOLERANCE
@@ -83,10 +84,10 @@ def test_every_exit_pattern_keeps_the_cache_exact(pattern: str, shapes: str) -> 
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_architecture_is_exact_over_two_turns(name: str, shapes: str) -> None:
-    engine = make(CONFIGS[name], shapes=shapes)
+def test_every_architecture_is_exact_over_two_turns(name: str, kernels: str) -> None:
+    engine = make(CONFIGS[name], kernels=kernels)
     state = engine.new_state()
     script = exit_scripts(engine.num_exits, 12)["random"]
     run_script(engine, state, (*script, 0, 0))
@@ -100,9 +101,9 @@ def test_every_architecture_is_exact_over_two_turns(name: str, shapes: str) -> N
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("shapes", SHAPES)
-def test_groups_longer_than_the_largest_bucket_run_in_chunks(shapes: str) -> None:
-    engine = make(CONFIGS["gqa-uneven"], shapes=shapes)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_groups_longer_than_the_largest_bucket_run_in_chunks(kernels: str) -> None:
+    engine = make(CONFIGS["gqa-uneven"], kernels=kernels)
     state = engine.new_state()
     run_script(engine, state, (0,) * 80 + (2,))
     assert max(state.stats.group_sizes) == 32
@@ -110,31 +111,12 @@ def test_groups_longer_than_the_largest_bucket_run_in_chunks(shapes: str) -> Non
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("shapes", SHAPES)
-def test_a_long_prompt_runs_in_chunks(shapes: str) -> None:
-    engine = make(CONFIGS["gqa-uneven"], shapes=shapes)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_long_prompt_runs_in_chunks(kernels: str) -> None:
+    engine = make(CONFIGS["gqa-uneven"], kernels=kernels)
     state = engine.new_state()
     engine.prefill(state, [i % 40 for i in range(200)])
     assert_state_equals(engine, state, TOLERANCE)
-
-
-@pytest.mark.parity
-def test_a_cap_on_the_owed_run_changes_the_schedule_only() -> None:
-    config = CONFIGS["gqa-uneven"]
-    policy = ScriptedExits(exit_indices=(0, 0, 0, 1, 0, 0))
-    results = []
-    for max_owed in (None, 1, 3):
-        engine = make(config, max_owed=max_owed)
-        state = engine.new_state()
-        generation = engine.generate(
-            [1, 2, 3], max_new_tokens=40, policy=policy, seed=5, state=state
-        )
-        for _ in generation:
-            assert max_owed is None or state.counts.num_deferred <= max_owed
-        results.append(generation.result().token_ids)
-        engine.flush(state)
-        assert_state_equals(engine, state, TOLERANCE)
-    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parity
@@ -148,8 +130,8 @@ def test_router_logits_and_the_mixture_equal_the_twin() -> None:
     with torch.inference_mode():
         z_JT = torch.stack(
             [
-                engine.runner.model.router_logit(
-                    k, engine.runner.model.exit_norm(k, state.buffers.boundary_SD[k + 1][:30])
+                engine.forward.router_logit(
+                    k, engine.forward.exit_norm(k, state.buffers.boundary_SD[k + 1][:30])
                 )
                 for k in range(2)
             ]
@@ -163,12 +145,12 @@ def test_router_logits_and_the_mixture_equal_the_twin() -> None:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.25)], ids=["f32", "bf16"]
 )
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_lower_precision_stays_near_the_twin(
-    dtype: torch.dtype, tolerance: float, shapes: str
+    dtype: torch.dtype, tolerance: float, kernels: str
 ) -> None:
     # Measured over all patterns, as |a - b| / (1 + |b|): float32 4e-6, bfloat16 (8 bits) 0.09.
-    engine = make(CONFIGS["gqa-uneven"], dtype, shapes=shapes)
+    engine = make(CONFIGS["gqa-uneven"], dtype, kernels=kernels)
     state = engine.new_state()
     run_script(engine, state, exit_scripts(3, 40)["random"])
     engine.flush(state)
@@ -176,13 +158,13 @@ def test_lower_precision_stays_near_the_twin(
 
 
 @pytest.mark.parity
-def test_bucket_mode_samples_the_same_tokens_in_float64() -> None:
+def test_static_shapes_sample_the_same_tokens_in_float64() -> None:
     config = CONFIGS["gqa-uneven"]
     results = [
-        make(config, shapes=shapes)
+        make(config, kernels=kernels)
         .generate([3, 1, 4, 1, 5], max_new_tokens=60, seed=11, policy=SampledRouter())
         .result()
-        for shapes in SHAPES
+        for kernels in KERNELS
     ]
     assert results[0].token_ids == results[1].token_ids
     assert results[0].exit_indices == results[1].exit_indices
@@ -216,9 +198,9 @@ def test_an_engine_that_never_leaves_early_is_the_dense_model() -> None:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("shapes", SHAPES)
-def test_a_lazy_prefill_gives_the_same_tokens_and_pays_later(shapes: str) -> None:
-    engine = make(CONFIGS["gqa-uneven"], shapes=shapes)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_lazy_prefill_gives_the_same_tokens_and_pays_later(kernels: str) -> None:
+    engine = make(CONFIGS["gqa-uneven"], kernels=kernels)
     prompt = [i % 40 for i in range(150)]
     policy = ScriptedExits(exit_indices=(0, 0, 1, 0, 2, 0), first_position=150)
     states = [engine.new_state() for _ in range(2)]
@@ -228,8 +210,8 @@ def test_a_lazy_prefill_gives_the_same_tokens_and_pays_later(shapes: str) -> Non
     ]
     first = [next(run) for run in runs]
     assert first[0] == first[1]
-    assert states[0].counts.filled == [150, 150, 150]
-    assert states[1].counts.filled == [150, 0, 0]
+    assert states[0].filled == [150, 150, 150]
+    assert states[1].filled == [150, 0, 0]
     assert runs[0].result().token_ids == runs[1].result().token_ids
     for state in states:
         engine.flush(state)

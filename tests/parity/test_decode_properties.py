@@ -1,4 +1,4 @@
-"""Property: whatever the exits, prompts, turns, caps, buckets, the cache is the full forward's."""
+"""Property: whatever the exits, prompts, turns, buckets, the cache is the full forward's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from nvium_titan.decode import DecoderParams, Engine, SampledRouter, ScriptedExits
+from nvium_titan.decode import DecoderParams, SampledRouter, ScriptedExits
+from tests.helpers.engines import make_engine
 from tests.helpers.reference import reference_forward
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 
@@ -36,23 +37,20 @@ turns = st.lists(
 @given(
     turns=turns,
     which=st.integers(0, len(CONFIGS) - 1),
-    kind=st.sampled_from([("torch", "exact"), ("torch", "bucket"), ("graph", "bucket")]),
-    max_owed=st.one_of(st.none(), st.integers(1, 40)),
+    kernels=st.sampled_from(["torch", "graph"]),
     is_sampled=st.booleans(),
     seed=st.integers(0, 2**64),
 )
 def test_any_history_leaves_the_exact_cache(
     turns: list[tuple[list[int], list[int], int]],
     which: int,
-    kind: tuple[str, str],
-    max_owed: int | None,
+    kernels: str,
     is_sampled: bool,
     seed: int,
 ) -> None:
     config, tensors = CONFIGS[which], TENSORS[which]
     params = DecoderParams.from_tensors(config, {n: t.double() for n, t in tensors.items()})
-    kernels, shapes = kind
-    engine = Engine(params, kernels=kernels, shapes=shapes, max_owed=max_owed)  # type: ignore[arg-type]
+    engine = make_engine(params, kernels=kernels)
     state = engine.new_state()
     last: list[int] = []
     for prompt, exits, num_new in turns:
@@ -62,12 +60,12 @@ def test_any_history_leaves_the_exact_cache(
         )
         tokens = list(generation)
         last = [tokens[-1].token_id]
-        filled = state.counts.filled
+        filled = state.filled
         assert state.length >= filled[0]
         assert filled == sorted(filled, reverse=True)
         twin = reference_forward(config, tensors, [*state.token_ids, *last])
         near = {"atol": TOLERANCE, "rtol": TOLERANCE}
-        for block, blocks_filled in zip(config.plan.blocks, filled, strict=True):
+        for block, blocks_filled in zip(config.shape.blocks, filled, strict=True):
             for layer in block:
                 keys = state.buffers.keys(layer, length=blocks_filled)
                 assert_close(keys, twin.keys_LGTH[layer][:, :blocks_filled], **near)

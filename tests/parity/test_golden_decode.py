@@ -14,24 +14,19 @@ from nvium_titan.bundle import BundleConfig
 from nvium_titan.decode import DecoderParams, Engine, Noise, RouterGreedy, SamplingParams
 
 MODELS = ("nvium_mha", "nvium_gqa", "nvium_uneven")
-LLAMA_KEYS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
-    "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype",
-)  # fmt: skip
 DTYPES = {"f32": torch.float32, "f64": torch.float64}
 
 
 def load_engine(folder: Path, dtype: torch.dtype) -> Engine:
     llama = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     experiment = json.loads((folder / "exp_config.json").read_text(encoding="utf-8"))
-    config = BundleConfig(
-        **{key: llama[key] for key in LLAMA_KEYS},
-        exit_layers=tuple(experiment["early_layer_idx"]),
-        router_dim=experiment["router"]["intermediate_size"],
-        adapter_dim=experiment["early_adapter"]["dim"],
-        final_adapter=experiment["final_adapter"]["enabled"],
-    )
+    exits = {
+        "exit_layers": experiment["early_layer_idx"],
+        "router_dim": experiment["router"]["intermediate_size"],
+        "adapter_dim": experiment["early_adapter"]["dim"],
+        "final_adapter": experiment["final_adapter"]["enabled"],
+    }
+    config = BundleConfig.from_json(llama | exits | {"model_type": "nvium"})
     tensors = load_file(folder / "model.safetensors")
     return Engine(DecoderParams.from_tensors(config, {n: t.to(dtype) for n, t in tensors.items()}))
 

@@ -25,11 +25,13 @@ from nvium_titan.decode import (
     SamplingParams,
     ScriptedExits,
 )
-from nvium_titan.decode.forward.graphs import capture
-from nvium_titan.decode.forward.graphs.capture import CudaGraphs, FakeGraphs
-from nvium_titan.decode.forward.graphs.model import LAUNCHES_PER_TOKEN, GraphModel, run_layer
-from nvium_titan.decode.runner import BlockRunner, slots_for
+from nvium_titan.decode.forward.graphs.capture import CudaGraphs
+from nvium_titan.decode.forward.graphs.forward import LAUNCHES_PER_TOKEN, GraphForward, Mode
+from nvium_titan.decode.forward.torch import Seen, causal_mask, run_layer
 from nvium_titan.errors import DependencyError
+from tests.gpu import imitation
+from tests.gpu.imitation import ImitatedGraphs
+from tests.helpers.engines import make_engine
 from tests.helpers.reference import assert_cache_equals
 from tests.helpers.tiny_decoder import exit_scripts, lively_tensors, tiny_config
 
@@ -69,23 +71,13 @@ def make(
 ) -> Engine:
     tensors = {name: tensor.to(dtype) for name, tensor in lively_tensors(config).items()}
     params = DecoderParams.from_tensors(config, tensors, num_tokens=num_tokens)
-    return Engine(params, kernels=kernels, **kwargs)  # type: ignore[arg-type]
+    return make_engine(params, kernels=kernels, **kwargs)
 
 
-def model_of(engine: Engine) -> GraphModel:
-    model = engine.runner.model
-    assert isinstance(model, GraphModel)
+def model_of(engine: Engine) -> GraphForward:
+    model = engine.forward
+    assert isinstance(model, GraphForward)
     return model
-
-
-def with_backend(engine: Engine, backend: FakeGraphs, **kwargs: int) -> Engine:
-    """Give an engine another model of the same weights."""
-    num_slots = slots_for(engine.max_seq_len, shapes="bucket")
-    model = GraphModel(
-        engine.params, num_slots=num_slots, backend=backend, compiles=False, **kwargs
-    )
-    engine.runner = BlockRunner(engine.params, model, shapes="bucket")
-    return engine
 
 
 def assert_same(one: GenerationResult, other: GenerationResult) -> None:
@@ -111,7 +103,7 @@ def test_every_exit_pattern_keeps_the_cache_exact(pattern: str) -> None:
     ]
     assert_same(*results)
     assert results[0].exit_indices == script
-    assert states[0].counts == states[1].counts
+    assert states[0].filled == states[1].filled
     assert_cache_equals(CONFIG, lively_tensors(CONFIG), states[0], tolerance=TOLERANCE)
     engine.flush(states[0])
     assert_cache_equals(CONFIG, lively_tensors(CONFIG), states[0], tolerance=TOLERANCE)
@@ -234,25 +226,25 @@ def test_a_failure_in_the_middle_of_a_token_leaves_the_rows_owed(
     token = engine.choose(state, noise=noise)
     eager.choose(twin, noise=noise)
 
-    def fail(graph: capture._FakeGraph) -> None:
+    def fail(graph: imitation._ImitatedGraph) -> None:
         for step in graph._steps[: int(fraction * len(graph._steps))]:
             step.run()
         raise RuntimeError("the device is gone")
 
     for index in range(25):
         if index % 5 == 4:
-            before = list(state.counts.filled)
+            before = list(state.filled)
             with monkeypatch.context() as patch:
-                patch.setattr(capture._FakeGraph, "replay", fail)
+                patch.setattr(imitation._ImitatedGraph, "replay", fail)
                 with pytest.raises(RuntimeError, match="device is gone"):
                     engine.step(state, token.token_id, noise=noise)
-            assert state.counts.filled == before
+            assert state.filled == before
             after = engine.choose(state, noise=noise)
         else:
             after = engine.step(state, token.token_id, noise=noise)
         assert after == eager.step(twin, token.token_id, noise=noise)
         token = after
-    assert state.counts == twin.counts
+    assert state.filled == twin.filled
     assert_cache_equals(CONFIG, lively_tensors(CONFIG), state, tolerance=TOLERANCE)
 
 
@@ -266,9 +258,9 @@ def test_a_deferred_state_survives_500_replays() -> None:
     tokens = list(itertools.islice(generation, 520))
     assert {token.exit_index for token in tokens} == {0}
     assert model_of(engine).counters.replays - before >= 500
-    assert state.counts.filled == [522, 3, 3]
+    assert state.filled == [522, 3, 3]
     assert next(generation).exit_index == 2  # takes all of them up
-    assert state.counts.filled == [523, 523, 523]
+    assert state.filled == [523, 523, 523]
     assert_cache_equals(config, lively_tensors(config), state, tolerance=TOLERANCE)
 
 
@@ -302,7 +294,7 @@ def test_a_batch_gives_the_single_runs_in_counted_operations() -> None:
 
 
 def looking_back(engine: Engine) -> Engine:
-    engine.runner.model.looks_ahead = False
+    model_of(engine).mode = "tokens"
     return engine
 
 
@@ -326,18 +318,18 @@ def test_the_next_token_is_launched_before_this_one_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[str] = []
-    replay, wait = capture._FakeGraph.replay, capture._FakeFetch.wait
+    replay, wait = imitation._ImitatedGraph.replay, imitation._ImitatedFetch.wait
 
-    def noted_replay(graph: capture._FakeGraph) -> None:
+    def noted_replay(graph: imitation._ImitatedGraph) -> None:
         events.append("launch")
         replay(graph)
 
-    def noted_wait(fetch: capture._FakeFetch) -> list[int]:
+    def noted_wait(fetch: imitation._ImitatedFetch) -> list[int]:
         events.append("read")
         return wait(fetch)
 
-    monkeypatch.setattr(capture._FakeGraph, "replay", noted_replay)
-    monkeypatch.setattr(capture._FakeFetch, "wait", noted_wait)
+    monkeypatch.setattr(imitation._ImitatedGraph, "replay", noted_replay)
+    monkeypatch.setattr(imitation._ImitatedFetch, "wait", noted_wait)
     for engine, expected in (
         (make(), ["launch", *["launch", "read"] * 4, "read"]),
         (looking_back(make()), ["launch", "read"] * 5),
@@ -365,7 +357,7 @@ def test_a_turn_of_one_token_after_a_stop(seed: int, lazy_prefill: bool) -> None
         )  # fmt: skip
         taken.append([*drawn, *again])
         assert_cache_equals(CONFIG, lively_tensors(CONFIG), state, tolerance=TOLERANCE)
-        if engine.runner.runs_tokens:
+        if isinstance(engine.forward, GraphForward):
             assert model_of(engine).counters.unused_tokens == 1
     assert taken[0] == taken[1]
 
@@ -407,7 +399,7 @@ def test_the_counts_on_the_device_are_those_of_the_host() -> None:
     next(generation)
     (graphs,) = model_of(engine)._graphs.values()
     for _ in generation:
-        assert graphs.inputs.filled_E.tolist() == state.counts.filled
+        assert graphs.inputs.filled_E.tolist() == state.filled
     assert model_of(engine).counters.declined_tokens == 1  # the first: all others are one graph
 
 
@@ -449,15 +441,15 @@ def test_the_same_length_after_another_text_takes_no_old_token() -> None:
 def test_a_failure_in_the_token_behind_leaves_a_sequence_that_goes_on(
     num_done: int, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replay, calls = capture._FakeGraph.replay, itertools.count()
-    wait = capture._FakeFetch.wait
+    replay, calls = imitation._ImitatedGraph.replay, itertools.count()
+    wait = imitation._ImitatedFetch.wait
 
-    def fail_to_read(fetch: capture._FakeFetch) -> list[int]:
+    def fail_to_read(fetch: imitation._ImitatedFetch) -> list[int]:
         if next(calls) < num_done:
             return wait(fetch)
         raise RuntimeError("the device is gone")
 
-    def fail(graph: capture._FakeGraph) -> None:
+    def fail(graph: imitation._ImitatedGraph) -> None:
         if next(calls) < num_done:
             replay(graph)
             return
@@ -469,9 +461,9 @@ def test_a_failure_in_the_token_behind_leaves_a_sequence_that_goes_on(
     state, noise = engine.new_state(), Noise(6, vocab_size=40)
     with monkeypatch.context() as patch:
         if fails == "launch":
-            patch.setattr(capture._FakeGraph, "replay", fail)
+            patch.setattr(imitation._ImitatedGraph, "replay", fail)
         else:
-            patch.setattr(capture._FakeFetch, "wait", fail_to_read)
+            patch.setattr(imitation._ImitatedFetch, "wait", fail_to_read)
         with pytest.raises(RuntimeError, match="device is gone"):
             engine.generate([1, 2, 3], max_new_tokens=30, seed=6, state=state).result()
     eager = make(kernels="torch").generate([1, 2, 3], max_new_tokens=30, seed=6)
@@ -484,18 +476,6 @@ def test_a_failure_in_the_token_behind_leaves_a_sequence_that_goes_on(
         else:
             assert engine.step(state, before.token_id, noise=noise) == token
     assert_cache_equals(CONFIG, lively_tensors(CONFIG), state, tolerance=TOLERANCE)
-
-
-def test_paying_what_is_owed_at_a_limit_does_not_look_ahead() -> None:
-    results = []
-    for kernels in ("graph", "torch"):
-        engine = make(kernels=kernels, max_owed=5)
-        results.append(
-            engine.generate([1, 2, 3], max_new_tokens=40, policy=POLICIES["long-owed"]).result()
-        )
-        if kernels == "graph":
-            assert model_of(engine).counters.unused_tokens == 0
-    assert_same(*results)
 
 
 # --- what is captured, launched and kept ----------------------------------------------------------
@@ -518,7 +498,7 @@ def test_captures_are_bounded_by_the_tuples() -> None:
 
 
 def test_the_least_recently_used_graph_is_dropped() -> None:
-    engine = with_backend(make(), FakeGraphs(), max_token_graphs=3)
+    engine = make(max_token_graphs=3)
     eager = make(kernels="torch")
     policy = ScriptedExits(exit_indices=(0, 0, 0, 0, 1, 0, 2, 0, 1, 1))
     results = [
@@ -638,7 +618,7 @@ def test_ext_05_host_reads_per_token_are_counted() -> None:
     for is_whole in (True, False):
         engine = make()
         if not is_whole:
-            engine.runner.model.token_runner = None
+            model_of(engine).mode = "blocks"
         result = engine.generate([1], max_new_tokens=61, policy=policy).result()
         counters = model_of(engine).counters
         # The first token after a prompt is chosen from rows that have run.
@@ -656,10 +636,10 @@ def test_ext_05_host_reads_per_token_are_counted() -> None:
 
 
 def test_without_if_nodes_tokens_run_block_by_block(caplog: pytest.LogCaptureFixture) -> None:
-    backend = FakeGraphs()
+    backend = ImitatedGraphs()
     backend.why_no_branches = "torch 2.11 cannot capture IF nodes"
     with caplog.at_level(logging.WARNING):
-        engine = with_backend(make(), backend)
+        engine = make(backend=backend)
     assert caplog.messages[-1].endswith("torch 2.11 cannot capture IF nodes")
     eager = make(kernels="torch")
     results = [
@@ -672,9 +652,8 @@ def test_without_if_nodes_tokens_run_block_by_block(caplog: pytest.LogCaptureFix
     assert not graphs.tokens
 
 
-def test_graphs_are_for_cuda_and_the_fake_ones_for_the_cpu() -> None:
-    assert isinstance(model_of(make()).backend, FakeGraphs)
-    assert not isinstance(make(kernels="auto").runner.model, GraphModel)
+def test_graphs_are_for_cuda() -> None:
+    assert not isinstance(make(kernels="auto").forward, GraphForward)
     with pytest.raises(DependencyError, match="not on meta; use kernels='auto'"):
         Engine(DecoderParams.random(CONFIG, seed=0, device="meta"), kernels="graph")
 
@@ -691,16 +670,17 @@ def test_the_layer_compiles_whole_and_serves_every_layer() -> None:
     generator = torch.Generator().manual_seed(0)
     num_slots, rows = 24, 4
     positions_T = torch.arange(5, 5 + rows)
-    visible_TS = torch.arange(num_slots) <= positions_T[:, None]
+    mask_TS = causal_mask(positions_T, num_slots, torch.float64)
+    rope = model.rope.at(positions_T)
     with torch.inference_mode():
-        for weights in model._layers[0] + model._layers[1]:
+        for layer in model.params.layers[:3]:
             x_TD = torch.randn(rows, 32, generator=generator, dtype=torch.float64)
             slots_GSH = torch.randn(4, num_slots, 8, generator=generator, dtype=torch.float64)
-            args = (positions_T, model._rope_SP2[positions_T], visible_TS.repeat(2, 1), *weights)
             outputs = []
             for function in (run_layer, compiled):
                 slots = slots_GSH.clone()
-                outputs.append((function(x_TD, slots, *args, eps=1e-5, scale=1.0), slots))
+                seen = [Seen(slots, positions_T, mask_TS, num_slots)]
+                outputs.append((function(x_TD, layer, rope, seen, eps=1e-5), slots))
             for one, other in zip(*outputs, strict=True):
                 assert_close(one, other, atol=TOLERANCE, rtol=TOLERANCE)
     assert len(compilations) == 1
@@ -709,17 +689,15 @@ def test_the_layer_compiles_whole_and_serves_every_layer() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("mode", ["blocks", "tokens", "ahead"])
-def test_cuda_graphs_give_the_tokens_of_single_operations(mode: str) -> None:
+def test_cuda_graphs_give_the_tokens_of_single_operations(mode: Mode) -> None:
     tensors = {name: tensor.double().cuda() for name, tensor in lively_tensors(CONFIG).items()}
     params = DecoderParams.from_tensors(CONFIG, tensors)
     engine, eager = Engine(params), Engine(params, kernels="torch")
     model = model_of(engine)
     assert isinstance(model.backend, CudaGraphs)
-    engine.runner.model.looks_ahead = mode == "ahead"
-    if mode == "blocks":
-        model.token_runner = None
-    elif model.backend.why_no_branches:
+    if mode != "blocks" and model.backend.why_no_branches:
         pytest.skip(model.backend.why_no_branches)
+    model.mode = mode
     laws = [(policy, SAMPLINGS["plain"]) for policy in POLICIES.values()]
     laws += [(POLICIES["sampled"], sampling) for sampling in SAMPLINGS.values()]
     for policy, sampling in laws:

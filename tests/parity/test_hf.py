@@ -20,9 +20,10 @@ from torch import Tensor
 from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle, write_bundle
 from nvium_titan.convert.export import bundle_config
 from nvium_titan.convert.hf import NEW_ROUTER_LOGIT, grow_junctions, import_hf, read_hf
-from nvium_titan.convert.layout import names_of, to_bundle
-from nvium_titan.core.cost import ModelDims
-from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.convert.layout import to_bundle
+from nvium_titan.convert.names import native_to_hf
+from nvium_titan.core.flavors import flavor_shape
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.decode import Engine, SamplingParams
 from nvium_titan.errors import BundleError, ConfigError, TokenizerError
 from nvium_titan.text.tokenizer import ByteTokenizer
@@ -82,14 +83,14 @@ def some_ids(vocab_size: int) -> Tensor:
     return torch.randint(vocab_size, (NUM_POSITIONS,), generator=torch.Generator().manual_seed(5))
 
 
-def dense_dims(**changes: Any) -> ModelDims:
+def dense_shape(**changes: Any) -> ModelShape:
     """Return a dense model of more than 1 MB whose exported q and k differ from its own."""
-    return dataclasses.replace(flavor_dims("dense-debug"), **changes)
+    return dataclasses.replace(flavor_shape("dense-debug"), **changes)
 
 
-def native_model(dims: ModelDims) -> tuple[Callable[[Tensor], Tensor], dict[str, Tensor]]:
+def native_model(shape: ModelShape) -> tuple[Callable[[Tensor], Tensor], dict[str, Tensor]]:
     """Return a random training model as a function from ids to logits, and its tensors."""
-    model = model_spec(dims, flavor="test").model.build()
+    model = model_spec(shape, flavor="test").model.build()
     with torch.no_grad():
         model.init_weights(buffer_device=None)
         for name, parameter in model.named_parameters():
@@ -105,7 +106,7 @@ def native_model(dims: ModelDims) -> tuple[Callable[[Tensor], Tensor], dict[str,
         states, _ = model(ids_T[None], positions=positions, attention_masks=masks)
         return model.lm_head(states[-1])[0]
 
-    names = names_of(dims)
+    names = native_to_hf(shape)
     state = {name: t.detach().clone() for name, t in model.state_dict().items() if name in names}
     return logits_of, state
 
@@ -123,14 +124,14 @@ SHAPES = [
 def test_exp_01_a_dense_export_gives_the_trained_logits(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    dims = dense_dims(**changes)
-    logits_of, state = native_model(dims)
-    config = bundle_config(dims, tokenizer=ByteTokenizer(), dtype="float32")
-    tensors = {name: t.contiguous() for name, t in to_bundle(state, dims).items()}
+    shape = dense_shape(**changes)
+    logits_of, state = native_model(shape)
+    config = bundle_config(shape, tokenizer=ByteTokenizer(), dtype="float32")
+    tensors = {name: t.contiguous() for name, t in to_bundle(state, shape).items()}
     write(tmp_path / "dense", config, tensors)
     model = open_quietly(tmp_path / "dense")
     assert type(model) is transformers.LlamaForCausalLM
-    ids_T = some_ids(dims.vocab_size)
+    ids_T = some_ids(shape.vocab_size)
     with torch.no_grad():
         torch.testing.assert_close(model(ids_T[None]).logits[0], logits_of(ids_T), **BOUND)
 
@@ -138,15 +139,15 @@ def test_exp_01_a_dense_export_gives_the_trained_logits(
 @pytest.mark.cases
 @pytest.mark.parametrize("part", ["q_proj", "k_proj"])
 def test_exp_01_without_the_permutation_the_logits_are_wrong(part: str, tmp_path: Path) -> None:
-    dims = dense_dims(num_kv_heads=2)
-    logits_of, state = native_model(dims)
-    config = bundle_config(dims, tokenizer=ByteTokenizer(), dtype="float32")
-    tensors = to_bundle(state, dims)
-    natives = {hf: native for native, hf in names_of(dims).items()}
+    shape = dense_shape(num_kv_heads=2)
+    logits_of, state = native_model(shape)
+    config = bundle_config(shape, tokenizer=ByteTokenizer(), dtype="float32")
+    tensors = to_bundle(state, shape)
+    natives = {hf: native for native, hf in native_to_hf(shape).items()}
     for name in [name for name in tensors if name.endswith(f"{part}.weight")]:
         tensors[name] = state[natives[name]]
     write(tmp_path / "dense", config, {name: t.contiguous() for name, t in tensors.items()})
-    ids_T = some_ids(dims.vocab_size)
+    ids_T = some_ids(shape.vocab_size)
     with torch.no_grad():
         gap_T = (open_quietly(tmp_path / "dense")(ids_T[None]).logits[0] - logits_of(ids_T)).abs()
     # One position attends to itself alone, whatever the rotation; the others tell.
@@ -209,8 +210,8 @@ def test_exp_02_transformers_opens_the_type_that_was_asked_for(dtype: str, tmp_p
 def test_exp_04_a_fresh_process_without_our_package_opens_it(
     is_dense: bool, max_shard_bytes: int, tmp_path: Path
 ) -> None:
-    dims = dense_dims() if is_dense else flavor_dims("debug")
-    config = bundle_config(dims, tokenizer=ByteTokenizer(), dtype="float32")
+    shape = dense_shape() if is_dense else flavor_shape("debug")
+    config = bundle_config(shape, tokenizer=ByteTokenizer(), dtype="float32")
     write(tmp_path / "b", config, lively_tensors(config), max_shard_bytes=max_shard_bytes)
     shards = list((tmp_path / "b").glob("model-*.safetensors"))
     assert (len(shards) > 1) == (max_shard_bytes == 10**6)
@@ -271,7 +272,7 @@ NVIUMS = [
 def write_nvium(folder: Path, changes: dict[str, Any]) -> tuple[BundleConfig, dict[str, Tensor]]:
     config = tiny_config(vocab_size=258, **changes)
     tensors = lively_tensors(config)
-    tensors["model.embed_tokens.weight"] *= config.hidden_size**-0.5  # a tied head's logits
+    tensors["model.embed_tokens.weight"] *= config.shape.dim**-0.5  # a tied head's logits
     write(folder, config, tensors)
     return config, tensors
 
@@ -285,7 +286,7 @@ def test_exp_06_exits_routers_and_mixture_equal_the_slow_twin(
     model = open_quietly(tmp_path / "nvium", trust_remote_code=True)
     assert type(model).__name__ == "NviumForCausalLM"
     assert set(model.state_dict()) - {"lm_head.weight"} == set(tensors) - {"lm_head.weight"}
-    ids_T = some_ids(config.vocab_size)
+    ids_T = some_ids(config.shape.vocab_size)
     twin = reference_forward(config, tensors, ids_T.tolist())
     with torch.no_grad():
         plain = model(ids_T[None])
@@ -310,20 +311,20 @@ def test_exp_06_greedy_generate_equals_our_engine(changes: dict[str, Any], tmp_p
     model = open_quietly(tmp_path / "nvium", trust_remote_code=True)
     engine = Engine.from_bundle(tmp_path / "nvium")
     for start in (0, 20):
-        prompt = some_ids(config.vocab_size)[start : start + 12]
+        prompt = some_ids(config.shape.vocab_size)[start : start + 12]
         ours = engine.generate(
             prompt.tolist(), max_new_tokens=40, sampling=SamplingParams(temperature=0)
         ).result()
         theirs = model.generate(prompt[None], max_new_tokens=40, do_sample=False)
         assert theirs[0, 12:].tolist() == list(ours.token_ids)
-        if config.exit_layers:
+        if config.shape.exit_layers:
             assert sum(count > 0 for count in ours.exit_counts) > 1
 
 
 def test_the_cache_and_the_kept_positions_change_nothing(tmp_path: Path) -> None:
     config, _ = write_nvium(tmp_path / "nvium", {})
     model = open_quietly(tmp_path / "nvium", trust_remote_code=True)
-    ids_BT = some_ids(config.vocab_size).view(2, 32)
+    ids_BT = some_ids(config.shape.vocab_size).view(2, 32)
     with torch.no_grad():
         whole = model(ids_BT).logits
         first = model(ids_BT[:, :20], use_cache=True)
@@ -334,7 +335,7 @@ def test_the_cache_and_the_kept_positions_change_nothing(tmp_path: Path) -> None
     torch.testing.assert_close(second.logits, whole[:, -3:], **BOUND)
     assert torch.equal(tuple_[0], whole)
     assert first.hidden_states is None
-    assert len(named.hidden_states) == config.num_hidden_layers + 1
+    assert len(named.hidden_states) == config.shape.num_layers + 1
     # A batch padded on the left, as `generate` takes it.
     padded = torch.nn.functional.pad(ids_BT[:1, :10], (4, 0))
     mask = torch.nn.functional.pad(torch.ones(1, 10, dtype=torch.long), (4, 0))

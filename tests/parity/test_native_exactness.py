@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,8 +25,9 @@ from nvium_titan.decode import (
     ScriptedExits,
 )
 from nvium_titan.decode.forward.base import Group
-from nvium_titan.decode.forward.native.model import NativeModel
-from nvium_titan.decode.forward.torch import DecoderModel
+from nvium_titan.decode.forward.native.forward import NativeForward
+from nvium_titan.decode.forward.torch import TorchForward
+from nvium_titan.decode.sampling import Draw, draw_token
 from tests.helpers.reference import reference_forward
 from tests.helpers.tiny_decoder import exit_scripts, lively_tensors, tiny_config
 
@@ -44,11 +43,9 @@ CONFIGS = {
     "mha-even-tied": tiny_config(exit_layers=(1, 2, 3), num_layers=4, num_kv_heads=4, tie=True),
     "dense": tiny_config(exit_layers=(), num_layers=3, final_adapter=False),
     # No dimension a multiple of the panels; odd, so that int8 pairs are padded.
-    "ragged": replace(
-        tiny_config(), hidden_size=37, intermediate_size=45, router_dim=19, adapter_dim=21
-    ),
+    "ragged": tiny_config(dim=37, ffn_dim=45, router_dim=19, adapter_dim=21),
     # Heads of every width that has its own loop.
-    **{f"head-{h}": replace(tiny_config(), head_dim=h) for h in (16, 32, 64, 128)},
+    **{f"head-{h}": tiny_config(head_dim=h) for h in (16, 32, 64, 128)},
 }
 
 
@@ -62,9 +59,7 @@ def stored_tensors(config: BundleConfig, dtype: torch.dtype) -> dict[str, Tensor
 
 def make_params(config: BundleConfig, dtype: torch.dtype) -> DecoderParams:
     tensors = stored_tensors(config, dtype)
-    if dtype == torch.bfloat16:
-        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    return DecoderParams.from_tensors(config, tensors, is_int8=dtype == torch.int8)
+    return DecoderParams.from_tensors(config, tensors, dtype=dtype)
 
 
 def make(config: BundleConfig, dtype: torch.dtype, **kwargs: object) -> Engine:
@@ -82,7 +77,7 @@ def decode(engine: Engine, state: DecodeState, script: tuple[int, ...]) -> None:
 
 def outputs(engine: Engine, state: DecodeState) -> tuple[Tensor, Tensor]:
     """Return the logits of every exit and of every router, at all positions."""
-    model, hidden = engine.runner.model, state.buffers.boundary_SD
+    model, hidden = engine.forward, state.buffers.boundary_SD
     normed = [model.exit_norm(k, hidden[k + 1][: state.length]) for k in range(engine.num_exits)]
     logits = [model.logits(model.exit_state(k, n_TD)) for k, n_TD in enumerate(normed)]
     routers = [model.router_logit(k, n_TD) for k, n_TD in enumerate(normed[:-1])]
@@ -103,7 +98,7 @@ def test_decoding_over_two_turns_equals_a_full_forward(name: str, dtype: torch.d
     near = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype], "check_dtype": False}
     for boundary, expected in zip(state.buffers.boundary_SD, twin.boundary_ETD, strict=True):
         assert_close(boundary[: state.length], expected, **near)
-    for layer in range(config.num_hidden_layers):
+    for layer in range(config.shape.num_layers):
         assert_close(state.buffers.keys(layer, length=state.length), twin.keys_LGTH[layer], **near)
         assert_close(
             state.buffers.values(layer, length=state.length), twin.values_LGTH[layer], **near
@@ -175,17 +170,17 @@ def test_a_row_does_not_depend_on_its_group_or_the_threads(
             while first < len(ids):
                 rows = data.draw(st.integers(1, len(ids) - first))
                 companions = data.draw(st.integers(0, 9))
-                groups = [Group(together.buffers, first, rows, first + rows)]
+                groups = [Group(together.buffers, first, rows)]
                 if companions:
                     groups.insert(
                         data.draw(st.integers(0, 1)),
-                        Group(other.buffers, 0, companions, companions),
+                        Group(other.buffers, 0, companions),
                     )
-                engine.runner.model.run_block(block_index, groups)
+                engine.forward.run_block(block_index, groups)
                 first += rows
     finally:
         torch.set_num_threads(num_threads)
-    together.counts.filled = [len(ids)] * engine.num_exits
+    together.filled = [len(ids)] * engine.num_exits
     assert torch.equal(alone.buffers.kv_LGSH, together.buffers.kv_LGSH)
     for ours, theirs in zip(alone.buffers.boundary_SD, together.buffers.boundary_SD, strict=True):
         assert torch.equal(ours, theirs)
@@ -195,7 +190,7 @@ def test_a_row_does_not_depend_on_its_group_or_the_threads(
 
 @DTYPES
 def test_rows_of_the_head_and_the_junctions_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
-    model = make(CONFIGS["ragged"], dtype).runner.model
+    model = make(CONFIGS["ragged"], dtype).forward
     h_TD = torch.randn(13, 37, generator=torch.Generator().manual_seed(1))
     for function in (
         lambda rows_TD: model.exit_norm(0, rows_TD),
@@ -209,8 +204,8 @@ def test_rows_of_the_head_and_the_junctions_do_not_depend_on_each_other(dtype: t
 
 def test_int8_packing_recovers_the_grid() -> None:
     config = CONFIGS["ragged"]
-    exact = DecoderModel(make_params(config, torch.int8), num_slots=8)
-    native = NativeModel(make_params(config, torch.int8), num_slots=8)
+    exact = TorchForward(make_params(config, torch.int8), num_slots=8)
+    native = NativeForward(make_params(config, torch.int8), num_slots=8)
     # Small integers survive the rounding of activations, so that only the weights can differ.
     n_TD = torch.randint(-3, 4, (5, 37), generator=torch.Generator().manual_seed(2)).float()
     n_TD[:, 0] = native._head.levels  # the row's own scale becomes 1
@@ -220,7 +215,7 @@ def test_int8_packing_recovers_the_grid() -> None:
 def test_extreme_rows_stay_finite() -> None:
     config = tiny_config()
     for dtype in TOLERANCES:
-        model = make(config, dtype).runner.model
+        model = make(config, dtype).forward
         h_TD = torch.stack([torch.zeros(32), torch.full((32,), 1e18), torch.full((32,), 1e-30)])
         n_TD = model.exit_norm(0, h_TD)
         assert n_TD.isfinite().all()
@@ -239,17 +234,14 @@ def test_extreme_rows_stay_finite() -> None:
 def test_native_draws_are_the_draws_of_the_noise(
     seed: int, position: int, vocab_size: int, spread: float, temperature: float
 ) -> None:
-    model = make(CONFIGS["dense"], torch.float32).runner.model
+    model = make(CONFIGS["dense"], torch.float32).forward
     generator = torch.Generator().manual_seed(seed % 2**63)
     logits_V = torch.randn(vocab_size, generator=generator) * spread
     logits_V[int(torch.randint(vocab_size, (1,), generator=generator))] = float("-inf")
     sampling = SamplingParams(temperature=temperature)
     noise = Noise(seed, vocab_size=vocab_size)
-    draw = noise.plan(position, sampling)
-    assert draw is not None
-    assert model.sampler is not None
-    want = noise.draw(logits_V, position=position, sampling=sampling)
-    assert model.sampler(logits_V, draw) == want
+    draw = Draw(noise, position, sampling)
+    assert model.draw(logits_V, draw) == draw_token(logits_V, draw)
 
 
 @DTYPES
@@ -269,7 +261,7 @@ def test_a_token_run_as_a_whole_is_the_one_run_in_pieces(
     policy: ExitPolicy, dtype: torch.dtype
 ) -> None:
     whole, pieces = (make(CONFIGS["gqa-uneven"], dtype) for _ in range(2))
-    pieces.runner.model.token_runner = None
+    pieces.forward.run_token = TorchForward.run_token.__get__(pieces.forward)  # declines
     states = whole.new_state(), pieces.new_state()
     results = [
         engine.generate(
@@ -284,7 +276,8 @@ def test_a_token_run_as_a_whole_is_the_one_run_in_pieces(
     ]
     assert results[0].token_ids == results[1].token_ids
     assert results[0].exit_indices == results[1].exit_indices
-    assert states[0].counts == states[1].counts
+    assert states[0].filled == states[1].filled
+    assert states[0].token_ids == states[1].token_ids
     assert torch.equal(states[0].buffers.kv_LGSH, states[1].buffers.kv_LGSH)
     stats = [result.stats for result in results]
     assert stats[0].group_sizes == stats[1].group_sizes

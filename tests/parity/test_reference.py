@@ -99,8 +99,7 @@ def _rope_in_double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 def mixture_loss(model: NviumModel, golden: Golden, *, phase: str) -> MixtureLoss:
     loss = MixtureLoss(MixtureLoss.Config(alpha=ALPHA, beta=BETA, num_chunks=5))
-    plan = golden.bundle.config.plan
-    loss.bind(model.lm_head, plan, device=torch.device("cpu"))
+    loss.bind(model.lm_head, golden.bundle.config.shape, device=torch.device("cpu"))
     loss.start_step(1 if phase == "warmup" else 100, num_steps=100)
     return loss
 
@@ -111,7 +110,7 @@ def gradient_norms(model: NviumModel, golden: Golden) -> dict[str, float]:
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.copy_(parameter.grad)
-    gradients = to_bundle(model.state_dict(), golden.bundle.config.dims)
+    gradients = to_bundle(model.state_dict(), golden.bundle.config.shape)
     return {name: gradient.double().norm().item() for name, gradient in gradients.items()}
 
 
@@ -197,7 +196,9 @@ def test_every_loss_and_every_gradient_norm(
     loss_fn = mixture_loss(model, golden, phase=phase)
     total, _ = loss_fn(golden.run(model, inputs), labels, (labels != -100).sum())
     total.backward()
-    found = MixtureMetrics.from_sums(loss_fn.sums.tolist(), golden.bundle.config.plan)
+    found = MixtureMetrics.from_sums(
+        loss_fn.sums.tolist(), num_exits=golden.bundle.config.shape.num_exits
+    )
     losses = golden.case(f"{precision}/{inputs}/{phase}")["losses"]
     assert_losses(found, total.item(), losses, phase=phase, rtol=LOSS_RTOL[precision])
     recorded = golden.case(f"f64/{inputs}/{phase}")
@@ -210,14 +211,14 @@ def test_every_loss_and_every_gradient_norm(
 
 def authors_loss(z_JBT: Tensor, log_label_KBT: Tensor, golden: Golden, phase: str) -> Tensor:
     """Return the objective of every token with the clamps of the authors' code."""
-    plan = golden.bundle.config.plan
+    shape = golden.bundle.config.shape
     w_JBT = torch.sigmoid(z_JBT)
     p_KBT = exit_log_probs(z_JBT).exp()
     mixture = -torch.logsumexp(p_KBT.clamp(1e-8, 1).log() + log_label_KBT, dim=0)
     if phase == "main":
-        depths = torch.tensor(plan.depth_fractions, dtype=torch.float64)
+        depths = torch.tensor(shape.depth_fractions, dtype=torch.float64)
         return mixture + BETA * torch.einsum("kbt,k->bt", p_KBT, depths)
-    targets = torch.tensor(plan.balance_targets(), dtype=torch.float64)[:, None, None]
+    targets = torch.tensor(shape.balance_targets(), dtype=torch.float64)[:, None, None]
     return mixture + ALPHA * (w_JBT.clamp(1e-6, 1 - 1e-6) - targets).square().sum(dim=0)
 
 
@@ -247,7 +248,9 @@ def test_saturated_routers_differ_by_the_authors_clamps_alone(golden: Golden, ph
     model = golden.model("f64", saturated=True)
     loss_fn = mixture_loss(model, golden, phase=phase)
     total, _ = loss_fn(golden.run(model), labels, count)
-    found = MixtureMetrics.from_sums(loss_fn.sums.tolist(), golden.bundle.config.plan)
+    found = MixtureMetrics.from_sums(
+        loss_fn.sums.tolist(), num_exits=golden.bundle.config.shape.num_exits
+    )
     taken = max(range(len(shares)), key=shares.__getitem__)
     assert found.mixture_nll == pytest.approx(found.exit_ce[taken], rel=1e-12)
     difference = found.mixture_nll - losses["mix_loss"]
@@ -268,7 +271,7 @@ def test_saturated_routers_differ_by_the_authors_clamps_alone(golden: Golden, ph
 def test_a_missing_rotary_permutation_is_noticed(
     golden: Golden, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, dims = golden.bundle.config, golden.bundle.config.dims
+    config, shape = golden.bundle.config, golden.bundle.config.shape
 
     def error_of_the_model() -> float:
         model = golden.model("f64")
@@ -278,7 +281,7 @@ def test_a_missing_rotary_permutation_is_noticed(
 
     def error_of_the_engine() -> float:
         """Decode what the training model exports."""
-        tensors = to_bundle(golden.model("f64").state_dict(), dims)
+        tensors = to_bundle(golden.model("f64").state_dict(), shape)
         scores = Engine(DecoderParams.from_tensors(config, tensors)).score(golden.ids_BT.tolist())
         log_exits_KBT = scores.log_exits.permute(2, 0, 1)
         return (log_exits_KBT - golden.tensors["logprob_next_token"]).abs().max().item()

@@ -21,22 +21,24 @@ from nvium_titan.bench.peers import PeerChoice, parse_peer
 from nvium_titan.bench.specbench import Question, SpecBench, read_questions
 from nvium_titan.bench.systems import EngineRun, EngineSystem, Timing
 from nvium_titan.bench.workload import Workload, exit_counts, exit_script
-from nvium_titan.core.cost import ModelDims, count_params, limit_speedup
-from nvium_titan.core.flavors import flavor_dims, shape_dims
+from nvium_titan.core.cost import count_params, limit_speedup
+from nvium_titan.core.flavors import flavor_shape, parse_shape
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.decode import Engine, SampledRouter, ScriptedExits
 from nvium_titan.errors import BenchError, DataError
 from nvium_titan.report.bench_records import BenchReport, DtypeFigures, read_report, to_json
+from tests.gpu.imitation import graph_engine
 
 SHARES = (0.35, 0.2, 0.15, 0.3)
 
 
-def tiny_dims() -> ModelDims:
-    return dataclasses.replace(shape_dims("64x4"), vocab_size=300)
+def tiny_shape() -> ModelShape:
+    return dataclasses.replace(parse_shape("64x4"), vocab_size=300)
 
 
 def comparison(**changes: object) -> Comparison:
     settings = {
-        "model": BenchModel.random(tiny_dims(), seed=0),
+        "model": BenchModel.random(tiny_shape(), seed=0),
         "trained_dense": None,
         "with_twin": False,
         "peers": (),
@@ -128,8 +130,9 @@ def test_scripts_of_other_seeds_are_in_another_order() -> None:
 
 
 def test_forced_exits_run_and_read_the_routers_if_told_to() -> None:
-    engine = BenchModel.random(tiny_dims(), seed=0).load_engine(dtype="float32", max_seq_len=20)
-    engine.runner.model.token_runner = None  # in pieces, so that each router read is counted
+    model = BenchModel.random(tiny_shape(), seed=0)
+    # In pieces, so that each router read is counted.
+    engine = model.load_engine(dtype="float32", max_seq_len=20, kernels="torch")
     reads = {}
     for runs_router in (False, True):
         policy = ScriptedExits(exit_indices=(2, 0), first_position=3, runs_router=runs_router)
@@ -141,16 +144,16 @@ def test_forced_exits_run_and_read_the_routers_if_told_to() -> None:
 
 
 def test_shapes_follow_the_papers_rules() -> None:
-    assert shape_dims("768x24") == flavor_dims("quadrivium-768x24")
-    assert shape_dims("1536x48").num_heads == flavor_dims("quadrivium-1536x48").num_heads
-    dims = shape_dims("64x6", num_exits=3)
-    assert (dims.num_heads, dims.ffn_dim, dims.exit_layers) == (2, 176, (2, 4))
+    assert parse_shape("768x24") == flavor_shape("quadrivium-768x24")
+    assert parse_shape("1536x48").num_heads == flavor_shape("quadrivium-1536x48").num_heads
+    shape = parse_shape("64x6", num_exits=3)
+    assert (shape.num_heads, shape.ffn_dim, shape.exit_layers) == (2, 176, (2, 4))
 
 
 def test_a_model_and_what_it_is_compared_with_have_the_papers_sizes() -> None:
-    model = BenchModel.random(tiny_dims(), seed=0)
-    assert model.dims == tiny_dims()
-    assert model.num_params == sum(count_params(tiny_dims()).values())
+    model = BenchModel.random(tiny_shape(), seed=0)
+    assert model.shape == tiny_shape()
+    assert model.num_params == sum(count_params(tiny_shape()).values())
     assert model.dense().config.is_plain_llama
     assert model.twin(seed=0).num_params == pytest.approx(model.num_params, rel=0.003)
     tensors, backbone = (m.load_tensors(torch.float32) for m in (model, model.dense()))
@@ -165,7 +168,7 @@ def test_figures_are_those_of_the_runs() -> None:
     assert figures.exit_shares == [0.35, 0.2, 0.15, 0.3]
     assert figures.layers_per_token == pytest.approx(0.35 * 1 + 0.2 * 2 + 0.15 * 3 + 0.3 * 4)
     assert figures.host_reads_per_token == 1  # the native kernels read the routers themselves
-    assert figures.limit == pytest.approx(limit_speedup(tiny_dims(), SHARES))
+    assert figures.limit == pytest.approx(limit_speedup(tiny_shape(), SHARES))
     assert figures.fraction_of_limit == pytest.approx(figures.over_dense.ratio / figures.limit)
     assert figures.weight_mb_per_token["dense"] / figures.weight_mb_per_token[
         "N-vium"
@@ -187,7 +190,7 @@ def test_group_sizes_add_up_to_the_block_calls_and_the_rows() -> None:
 
 
 def test_overhead_parts_sum_to_the_time_of_a_token() -> None:
-    model = BenchModel.random(tiny_dims(), seed=0)
+    model = BenchModel.random(tiny_shape(), seed=0)
     engine = model.load_engine(dtype="float32", max_seq_len=30)
     policy = ScriptedExits(exit_indices=(3, 0), runs_router=True)
     ticks = iter(range(10**6))
@@ -207,17 +210,17 @@ def test_overhead_parts_sum_to_the_time_of_a_token() -> None:
 def test_timers_change_no_token_and_leave_the_engine_as_it_was() -> None:
     settings = comparison()
     engine = settings.model.load_engine(dtype="float32", max_seq_len=30)
-    model = engine.runner.model
+    forward = engine.forward
     before = engine.generate([1, 2], max_new_tokens=9, seed=4).result().token_ids
     split_time(engine, [1, 2], 9, policy=SampledRouter(), seed=4)
-    assert engine.runner.model is model
+    assert engine.forward is forward
     assert engine.generate([1, 2], max_new_tokens=9, seed=4).result().token_ids == before
 
 
 def test_routers_decide_on_a_prompt_of_the_models_own_where_nothing_is_forced() -> None:
     figures = run(comparison(forced_shares=None))
     assert sum(figures.exit_shares) == pytest.approx(1)
-    assert figures.limit == pytest.approx(limit_speedup(tiny_dims(), figures.exit_shares))
+    assert figures.limit == pytest.approx(limit_speedup(tiny_shape(), figures.exit_shares))
 
 
 @pytest.mark.cases
@@ -256,7 +259,14 @@ def test_ext_05_what_early_exits_cost_and_gain_is_counted(
         assert figures.limit > 1
 
 
-def test_graphs_are_compared_with_dense_in_graphs() -> None:
+def test_graphs_are_compared_with_dense_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def imitated(
+        self: BenchModel, *, dtype: str, max_seq_len: int, kernels: str = "auto"
+    ) -> Engine:
+        assert kernels == "graph"
+        return graph_engine(self.load_params(dtype=dtype), max_seq_len=max_seq_len)
+
+    monkeypatch.setattr(BenchModel, "load_engine", imitated)
     figures = run(comparison(kernels="graph", work=pairs_of(2)))
     assert figures.exit_shares == list(SHARES)
     assert figures.host_reads_per_token < 1.5, "one a token, but for the first after the prompt"
@@ -434,7 +444,7 @@ def test_the_published_questions_are_six_categories_of_eighty(shared_dir: Path) 
 
 
 def test_every_question_is_answered_in_three_trials_by_both() -> None:
-    model = BenchModel.random(dataclasses.replace(tiny_dims(), max_seq_len=40), seed=0)
+    model = BenchModel.random(dataclasses.replace(tiny_shape(), max_seq_len=40), seed=0)
     questions = [
         Question("qa", ("abc",)), Question("talk", ("a", "b")), Question("talk", ("x" * 60, "y")),
     ]  # fmt: skip
@@ -463,7 +473,7 @@ def test_every_question_is_answered_in_three_trials_by_both() -> None:
 
 
 def spec_bench(*categories: str) -> SpecBench:
-    model = BenchModel.random(tiny_dims(), seed=0)
+    model = BenchModel.random(tiny_shape(), seed=0)
     return SpecBench(
         model=model, dense=model.dense(), prompts=Path("q.jsonl"),
         questions=[Question(name, ("x",)) for name in categories], max_new_tokens=3, seed=7,

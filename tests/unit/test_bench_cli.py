@@ -77,10 +77,10 @@ def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert read_bytes[0] == 4 * read_bytes[1]
 
 
-def test_graphs_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    record = json_of([*SHAPE, "--kernels", "graph"], capsys)
+def test_kernels_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    record = json_of([*SHAPE, "--kernels", "torch"], capsys)
     assert record["device"] == "cpu"
-    assert record["dtypes"][0]["host_reads_per_token"] < 1.5
+    assert record["dtypes"][0]["host_reads_per_token"] > 2, "in pieces, each router read by itself"
 
 
 def test_the_table_names_systems_limit_and_overhead(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +200,7 @@ def test_spec_bench_is_told_by_category(
         (["--shape", "64x4", "--new-tokens", "1"], "--new-tokens 1: must be at least 2"),
         (["--shape", "64x4", "--new-tokens", "2000"], "context of 1024 tokens"),
         (["--shape", "64x4", "--dtypes", "float61"], "--dtypes float61: 'float61' is unknown"),
+        (["--shape", "64x4", "--kernels", "graph"], "--kernels graph: graphs need a GPU"),
         (["--shape", "64x4", "--device", "tpu"], "--device tpu: torch sees no such GPU here"),
         (["--shape", "64x4", "--peer", "vllm"], "--peer vllm: 'vllm'"),
         (["--shape", "64x4", "--peer", "hf", "--batch", "2"], "does not go with --peer hf"),

@@ -15,7 +15,7 @@ from nvium_titan.bench.pairs import run_pairs
 from nvium_titan.bench.training import TrainComparison, TrainingSystem, step_ratios
 from nvium_titan.config_registry import config_files
 from nvium_titan.core.cost import count_params, forward_flops
-from nvium_titan.core.flavors import dense_twin, flavor_dims
+from nvium_titan.core.flavors import dense_twin, flavor_shape
 from nvium_titan.train.loss import MixtureLoss
 
 DEBUG = config_files()["debug"]
@@ -25,7 +25,7 @@ WORDS = ["bench", "train", "--config-file", str(DEBUG), "--seq-len", "32", "--pa
 def comparison_of(**changes: object) -> TrainComparison:
     comparison = TrainComparison(
         config_file=DEBUG,
-        dims=flavor_dims("debug"),
+        shape=flavor_shape("debug"),
         loss=MixtureLoss.Config(num_chunks=2),
         batch=2,
         seq_len=16,
@@ -42,9 +42,9 @@ def comparison_of(**changes: object) -> TrainComparison:
 def test_the_report_names_what_each_model_costs(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*WORDS, "--twin", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    dims = flavor_dims("debug")
-    bare = replace(dims, exit_layers=(), router_dim=0, adapter_dim=0)
-    models = {"N-vium": dims, "dense": bare, "twin": dense_twin(dims)}
+    shape = flavor_shape("debug")
+    bare = replace(shape, exit_layers=(), router_dim=0, adapter_dim=0)
+    models = {"N-vium": shape, "dense": bare, "twin": dense_twin(shape)}
     assert [system["name"] for system in report["systems"]] == list(models)
     flops = {name: sum(forward_flops(d, seq_len=32).values()) for name, d in models.items()}
     for system in report["systems"]:
@@ -76,7 +76,7 @@ def test_the_table_and_the_traces(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_step_is_the_training_step() -> None:
-    system = TrainingSystem("N-vium", flavor_dims("debug"), comparison_of())
+    system = TrainingSystem("N-vium", flavor_shape("debug"), comparison_of())
     assert system.run() > 0
     first = {name: p.grad.clone() for name, p in system._model.named_parameters()}
     assert all(grad.isfinite().all() for grad in first.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +14,38 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle, write_bundle
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import BundleError, TokenizerError
 from nvium_titan.text.tokenizer import ByteTokenizer
+
+SHAPE = ModelShape(
+    vocab_size=260,
+    dim=32,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_dim=48,
+    rope_theta=10000.0,
+    norm_eps=1e-6,
+    max_seq_len=64,
+    tie_embeddings=False,
+    exit_layers=(1, 2),
+    router_dim=20,
+    adapter_dim=32,
+)
+DENSE: dict[str, Any] = {"shape": SHAPE.dense(), "final_adapter": False}
 
 
 def make_config(**changes: Any) -> BundleConfig:
     base: dict[str, Any] = {
-        "vocab_size": 260,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "exit_layers": (1, 2),
-        "router_dim": 20,
-        "adapter_dim": 32,
+        "shape": SHAPE,
         "final_adapter": True,
         "bos_token_id": 256,
         "eos_token_id": 257,
         "dtype": "float32",
     }
     return BundleConfig(**(base | changes))
-
-
-DENSE: dict[str, Any] = {
-    "exit_layers": (),
-    "router_dim": 0,
-    "adapter_dim": 0,
-    "final_adapter": False,
-}
 
 
 def random_tensors(config: BundleConfig) -> dict[str, torch.Tensor]:
@@ -83,10 +82,11 @@ def stored_bytes(directory: Path) -> tuple[int, set[str], set[str]]:
     "changes",
     [
         pytest.param({}, id="three-exits"),
-        pytest.param({"tie_word_embeddings": True}, id="tied"),
+        pytest.param({"shape": replace(SHAPE, tie_embeddings=True)}, id="tied"),
         pytest.param(DENSE, id="dense"),
         pytest.param(
-            {"exit_layers": (), "router_dim": 0, "eos_token_id": None}, id="one-exit-with-adapter"
+            {"shape": replace(SHAPE, exit_layers=(), router_dim=0), "eos_token_id": None},
+            id="one-exit-with-adapter",
         ),
         pytest.param({"dtype": "bfloat16"}, id="bfloat16"),
     ],
@@ -235,7 +235,7 @@ def test_failed_write_leaves_nothing_and_keeps_the_old(tmp_path: Path) -> None:
 @pytest.mark.cases
 def test_tok_02_bundle_with_a_larger_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"258 ids but the model's vocab_size=256"):
-        write(tmp_path / "bundle", make_config(vocab_size=256))
+        write(tmp_path / "bundle", make_config(shape=replace(SHAPE, vocab_size=256)))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -287,12 +287,28 @@ def test_damaged_bundles_are_refused_by_name(tmp_path: Path) -> None:
         ({"hidden_size": "32"}, r"hidden_size='32': must be of type int"),
         ({"exit_layers": [1.5]}, r"exit_layers=\[1\.5\]: must be of type tuple"),
         ({"tie_word_embeddings": 0}, r"tie_word_embeddings=0: must be of type bool"),
-        ({"exit_layers": [2, 4]}, r"exit_layers=\[2, 4\] is impossible with num_hidden_layers=4"),
-        ({"num_key_value_heads": 3}, r"num_key_value_heads=3 must divide num_attention_heads=4"),
-        ({"head_dim": 7}, r"head_dim=7: must be even"),
-        ({"hidden_size": 0}, r"hidden_size=0: must be positive"),
+        (
+            {"exit_layers": [2, 4]},
+            r"x\.json: exit_layers=\[2, 4\]: 4 must lie in \[1, 3\] \(num_hidden_layers=4; "
+            r".*; fix config\.json",
+        ),
+        (
+            {"num_key_value_heads": 3},
+            r"num_key_value_heads=3 does not divide num_attention_heads=4; fix config\.json",
+        ),
+        ({"head_dim": 7}, r"head_dim=7: RoPE needs an even number; fix config\.json"),
+        ({"hidden_size": 0}, r"x\.json: hidden_size=0: must be at least 1; fix config\.json"),
+        (
+            {"rms_norm_eps": 0},
+            r"rope_theta=10000\.0, rms_norm_eps=0\.0: both must be > 0; fix config\.json",
+        ),
         ({"dtype": "bfloat"}, r"dtype='bfloat'; did you mean 'bfloat16'\?"),
-        ({"router_dim": 0}, r"router_dim=0: must be positive with exit_layers=\[1, 2\]"),
+        ({"router_dim": 0}, r"router_dim=0: must be at least 1 with exit_layers=\[1, 2\]; fix"),
+        ({"exit_layers": []}, r"router_dim=20: must be 0 without early exits"),
+        (
+            {"exit_layers": [], "router_dim": 0, "adapter_dim": 0},
+            r"adapter_dim=0: must be positive without early exits, with final_adapter=True",
+        ),
     ],
 )
 def test_bad_config_is_refused_by_key(changes: dict[str, Any], match: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from nvium_titan import cli
 from nvium_titan.bundle import write_bundle
 from nvium_titan.decode import Noise, SamplingParams
-from nvium_titan.decode.runner import BlockRunner
+from nvium_titan.decode.runner import Runner
 from nvium_titan.text.tokenizer import ByteTokenizer
 from tests.helpers.reference import reference_forward
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
@@ -67,7 +67,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int], int], Non
             return original(self, logits_V, position=position, sampling=sampling)
 
         monkeypatch.setattr(Noise, "draw", draw)
-        monkeypatch.setattr(BlockRunner, "runs_tokens", False)  # a model draws by itself
+        monkeypatch.setattr(Runner, "runs_tokens", False)  # a model draws by itself
 
     return install
 

@@ -17,22 +17,21 @@ from nvium_titan.decode import (
     GenerationRequest,
     GenerationResult,
     LockStep,
-    Noise,
     Periodic,
     SamplingParams,
     ScriptedExits,
 )
-from nvium_titan.decode.deferred import PREFILL_BUCKETS
-from nvium_titan.decode.kv_cache import Scratch, WorkSpace
-from nvium_titan.decode.runner import BlockRunner
+from nvium_titan.decode.forward.graphs.forward import BLOCK_BUCKETS, MAX_TOKEN_GRAPHS, GraphForward
+from nvium_titan.decode.sampling import Draw
 from nvium_titan.errors import PromptError
+from tests.helpers.engines import make_engine
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 
 
 def make(**kwargs: Any) -> Engine:
     config = tiny_config()
     tensors = lively_tensors(config, router_gain=0.7)
-    return Engine(DecoderParams.from_tensors(config, tensors), **kwargs)
+    return make_engine(DecoderParams.from_tensors(config, tensors), **kwargs)
 
 
 def ask(*prompt_ids: int, **kwargs: Any) -> GenerationRequest:
@@ -47,18 +46,17 @@ EOS = 39
 EOS_AT = {1: 1, 2: 5, 3: None}
 
 
-def force_eos(monkeypatch: pytest.MonkeyPatch) -> None:
+def force_eos(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the request of seed s sample EOS at its step EOS_AT[s] and at no other."""
-    original = Noise.draw
+    original = engine.forward.draw
 
-    def draw(self: Noise, logits_V: Tensor, *, position: int, sampling: SamplingParams) -> int:
-        eos_at = EOS_AT[self.seed]
-        if eos_at is not None and position == 2 + eos_at - 1:
+    def draw(logits_V: Tensor, draw: Draw) -> int:
+        eos_at = EOS_AT[draw.noise.seed]
+        if eos_at is not None and draw.position == 2 + eos_at - 1:
             return EOS
-        return original(self, logits_V[:EOS], position=position, sampling=sampling)
+        return original(logits_V[:EOS], draw)
 
-    monkeypatch.setattr(Noise, "draw", draw)
-    monkeypatch.setattr(BlockRunner, "runs_tokens", False)  # a model draws by itself
+    monkeypatch.setattr(engine.forward, "draw", draw)
 
 
 @pytest.mark.cases
@@ -67,8 +65,8 @@ def test_dec_05_each_row_ends_at_its_own_stop_id(
     schedule: LockStep | Periodic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EOS forced at steps 1, 5 and never."""
-    force_eos(monkeypatch)
     engine = make()
+    force_eos(engine, monkeypatch)
     requests = [ask(1, 2, seed=seed, stop_ids=[EOS]) for seed in EOS_AT]
     batch = engine.generate_batch(requests, schedule=schedule)
     pairs = list(batch)
@@ -91,8 +89,9 @@ def test_dec_05_each_row_ends_at_its_own_stop_id(
 def test_dec_05_ignoring_the_stop_id_gives_every_row_its_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    force_eos(monkeypatch)
-    results = make().generate_batch([ask(1, 2, seed=seed) for seed in EOS_AT]).results()
+    engine = make()
+    force_eos(engine, monkeypatch)
+    results = engine.generate_batch([ask(1, 2, seed=seed) for seed in EOS_AT]).results()
     assert [len(result.token_ids) for result in results] == [12, 12, 12]
     assert {result.finish_reason for result in results} == {"length"}
 
@@ -135,54 +134,31 @@ def test_dec_09_a_seeded_row_does_not_depend_on_its_companions() -> None:
 
 
 @pytest.mark.cases
-def test_cmp_02_new_lengths_bring_no_new_shapes_and_no_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """40 prompts of distinct lengths from 1 to 200 in batches, twice."""
-    engine = make(shapes="bucket")
+def test_cmp_02_new_lengths_bring_no_new_shapes_and_no_memory() -> None:
+    """40 prompts of distinct lengths from 1 to 200, twice: in graphs, and in batches."""
+    graphs, batches = make(kernels="graph"), make(kernels="torch")
+    assert isinstance(graphs.forward, GraphForward)
     lengths = [1 + (i * 199) // 39 for i in range(40)]
     assert len(set(lengths)) == 40
     requests = [
         ask(*((i + length) % 40 for i in range(length)), seed=length, max_new_tokens=6)
         for length in lengths
     ]
-    linear_rows: set[int] = set()
-    attended: set[tuple[int, int]] = set()
-    scratch, part = WorkSpace.scratch, engine.runner.model.run_block
 
-    def counted_scratch(self: WorkSpace, rows: int) -> Scratch:
-        views = scratch(self, rows)
-        linear_rows.add(views.rows)
-        return views
-
-    def counted_block(block_index: int, groups: Any) -> None:
-        attended.update((group.rows, group.columns - group.buffers.num_slots) for group in groups)
-        part(block_index, groups)
-
-    monkeypatch.setattr(WorkSpace, "scratch", counted_scratch)
-    monkeypatch.setattr(engine.runner.model, "run_block", counted_block)
-
-    def one_pass() -> tuple[set[int], set[tuple[int, int]], int]:
-        results = engine.generate_batch(requests, batch_size=8).results()
+    def one_pass() -> tuple[int, int]:
+        for request in requests:
+            graphs.generate(request.prompt_ids, max_new_tokens=6, seed=request.seed).result()
+        results = batches.generate_batch(requests, batch_size=8).results()
         assert [result.stats.num_prompt_tokens for result in results] == lengths
         del results
         gc.collect()
         live = sum(type(thing) is torch.Tensor for thing in gc.get_objects())
-        return set(linear_rows), set(attended), live
+        return graphs.forward.counters.captures, live
 
-    first = one_pass()
-    assert first[0] <= set(PREFILL_BUCKETS), "the documented buckets"
-    assert first[1] <= {(rows, 0) for rows in PREFILL_BUCKETS}, "all slots, under a mask"
-    assert one_pass() == first
-
-
-def test_a_work_space_cuts_its_views_once_per_bucket() -> None:
-    params = make().params
-    bucketed = WorkSpace(params, max_rows=128, buckets=PREFILL_BUCKETS)
-    assert len({id(bucketed.scratch(rows)) for rows in range(1, 129)}) == len(PREFILL_BUCKETS)
-    exact = WorkSpace(params, max_rows=128)
-    assert exact.scratch(5) is exact.scratch(5)
-    assert [exact.scratch(rows).rows for rows in (1, 5, 100)] == [1, 5, 100]
+    captures, live = one_pass()
+    in_blocks = graphs.num_exits * len(BLOCK_BUCKETS)
+    assert captures <= in_blocks + MAX_TOKEN_GRAPHS, "the documented buckets"
+    assert one_pass() == (captures, live)
 
 
 # --- the object ---------------------------------------------------------------------------------
@@ -245,7 +221,7 @@ def test_a_closed_batch_has_no_results() -> None:
 
 def test_a_failure_ends_the_batch_and_leaves_nothing_behind() -> None:
     class Broken(FixedExit):
-        def leaves(self, junction_index: int, **kwargs: Any) -> bool:  # type: ignore[override]
+        def thresholds(self, **kwargs: Any) -> list[float]:
             raise ValueError("broken policy")
 
     engine = make()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,7 +21,10 @@ from nvium_titan.decode import (
     ScriptedExits,
 )
 from nvium_titan.decode.params import random_tensors
+from nvium_titan.decode.policy import forced_thresholds
 from nvium_titan.errors import BundleError, PromptError
+from tests.helpers.engines import make_engine
+from tests.helpers.exits import Failing
 from tests.helpers.reference import reference_forward
 from tests.helpers.statistics import chi_square_p
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
@@ -30,15 +35,15 @@ P_LIMIT = 1e-3  # chance of a false failure of each chi-square; seeds are fixed
 def make(*, num_tokens: int | None = None, **kwargs: object) -> Engine:
     config = tiny_config()
     params = DecoderParams.from_tensors(config, lively_tensors(config), num_tokens=num_tokens)
-    return Engine(params, **kwargs)  # type: ignore[arg-type]
+    return make_engine(params, **kwargs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shapes", ["exact", "bucket"])
-def test_tokens_follow_the_enumerated_mixture(shapes: str) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "graph"])
+def test_tokens_follow_the_enumerated_mixture(kernels: str) -> None:
     """First token after prefill, a decoded token, after a flush, and after a suffix prefill."""
     config = tiny_config(vocab_size=8, max_positions=32)
     tensors = lively_tensors(config, seed=3, router_gain=0.7)
-    engine = Engine(DecoderParams.from_tensors(config, tensors), shapes=shapes)  # type: ignore[arg-type]
+    engine = make_engine(DecoderParams.from_tensors(config, tensors), kernels=kernels)
     num_draws = 2500
     prompt, turn = [1, 5, 2], [4, 4]
     seen: dict[str, list[int]] = {"first": [], "second": [], "flushed": [], "turn": []}
@@ -55,7 +60,7 @@ def test_tokens_follow_the_enumerated_mixture(shapes: str) -> None:
         noise = Noise(seed, vocab_size=8)
         seen["first"].append(engine.choose(base, noise=noise).token_id)
         # Rewinding what block 2 and 3 have done makes the same owed run every time.
-        owed.counts.filled[1:] = [3, 3]
+        owed.filled[1:] = [3, 3]
         seen["second"].append(engine.choose(owed, noise=noise).token_id)
         seen["flushed"].append(engine.choose(flushed, noise=noise).token_id)
         seen["turn"].append(engine.choose(turned, noise=noise).token_id)
@@ -132,11 +137,11 @@ def test_stop_ids_end_the_generation() -> None:
 
 
 @pytest.mark.cases
-@pytest.mark.parametrize("shapes", ["exact", "bucket"])
-def test_dec_01_generation_stops_where_the_cache_ends(shapes: str) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "graph"])
+def test_dec_01_generation_stops_where_the_cache_ends(kernels: str) -> None:
     prompt = [i % 40 for i in range(60)]
-    big = make(shapes=shapes).generate(prompt, max_new_tokens=100, seed=1).result()
-    small = make(shapes=shapes, max_seq_len=64)
+    big = make(kernels=kernels).generate(prompt, max_new_tokens=100, seed=1).result()
+    small = make(kernels=kernels, max_seq_len=64)
     for wanted in (4, 5, 100):
         result = small.generate(prompt, max_new_tokens=wanted, seed=1).result()
         assert result.token_ids == big.token_ids[:4]
@@ -173,8 +178,6 @@ def test_requests_are_checked_before_anything_runs() -> None:
         engine.new_state(max_length=999)
     with pytest.raises(PromptError, match="max_seq_len=0"):
         make(max_seq_len=0)
-    with pytest.raises(PromptError, match="max_owed=0"):
-        make(max_owed=0)
 
 
 def test_a_second_turn_that_does_not_fit_names_the_earlier_one() -> None:
@@ -211,14 +214,10 @@ class Interrupting:
         self.error = error
         self.at_position = at_position
 
-    def leaves(
-        self, junction_index: int, *, position: int, router_logit: float, uniform: float
-    ) -> bool:
+    def thresholds(self, *, position: int, uniforms: Sequence[float]) -> list[float]:
         if position == self.at_position:
-            if junction_index == 1:
-                raise self.error
-            return False
-        return position % 3 == junction_index
+            return [math.inf, Failing(self.error)]  # type: ignore[list-item]
+        return forced_thresholds(position % 3, len(uniforms))
 
 
 def leave_things_behind(engine: Engine, how: int) -> None:
@@ -240,16 +239,17 @@ def leave_things_behind(engine: Engine, how: int) -> None:
 
 
 @pytest.mark.cases
-@pytest.mark.parametrize("shapes", ["exact", "bucket"])
-def test_dec_11_no_call_sees_the_one_before(shapes: str) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "graph"])
+def test_dec_11_no_call_sees_the_one_before(kernels: str) -> None:
     def observe(engine: Engine) -> tuple[object, ...]:
         state = engine.new_state(max_length=40)
         result = engine.generate([3, 1], max_new_tokens=30, seed=1, state=state).result()
         engine.flush(state)
-        return result.token_ids, result.exit_indices, state.buffers.kv_LGSH
+        kv_LGSH = state.buffers.kv_LGSH[:, :, : state.length].clone()
+        return result.token_ids, result.exit_indices, kv_LGSH
 
-    tokens, exits, kv = observe(make(shapes=shapes))
-    engine = make(shapes=shapes)
+    tokens, exits, kv = observe(make(kernels=kernels))
+    engine = make(kernels=kernels)
     for call in range(20):
         leave_things_behind(engine, call % 4)
         again_tokens, again_exits, again_kv = observe(engine)

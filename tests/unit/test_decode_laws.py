@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -23,11 +24,14 @@ from nvium_titan.decode import (
     ScriptedExits,
     TextGeneration,
 )
-from nvium_titan.decode.choice import is_decided
-from nvium_titan.decode.policy import sigmoid
-from nvium_titan.decode.sampling import choose, filtered_logits, gumbel_noise, uniform
+from nvium_titan.decode.laws import is_decided
+from nvium_titan.decode.noise import gumbel_noise, uniform
+from nvium_titan.decode.policy import forced_thresholds
+from nvium_titan.decode.sampling import choose, filtered_logits
 from nvium_titan.errors import PromptError
 from nvium_titan.text.tokenizer import ByteTokenizer
+from tests.helpers.engines import make_engine
+from tests.helpers.exits import Failing, exit_of
 from tests.helpers.reference import reference_forward
 from tests.helpers.statistics import chi_square_p
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
@@ -127,18 +131,11 @@ def test_each_law_on_200000_draws(
         logits = mixture_log_prob(log_exit_E1, logits_EV.log_softmax(-1)).expand(NUM_DRAWS, -1)
     else:
         exits = [
-            next(
-                (
-                    k
-                    for k in range(2)
-                    if law.policy.leaves(k, position=p, router_logit=float(z_J[k]), uniform=u[k])
-                ),
-                2,
-            )
+            exit_of(law.policy.thresholds(position=p, uniforms=u), z_J.tolist())
             for p, u in enumerate(uniforms)
         ]
         logits = logits_EV[torch.tensor(exits)]
-    tokens = choose(logits, gumbel, law.sampling)
+    tokens = choose(logits, gumbel, law.sampling.filters)
     promised = on_paper(logits_EV, z_J, law)
     assert promised.sum() == pytest.approx(1)
     assert chi_square_p(tokens.bincount(minlength=VOCAB), promised) > P_LIMIT
@@ -188,7 +185,7 @@ def test_each_law_in_the_engine(name: str) -> None:
 def tiny_engine(dtype: torch.dtype = torch.float64, **kwargs: object) -> Engine:
     config = tiny_config()
     tensors = {n: t.to(dtype) for n, t in lively_tensors(config, router_gain=0.7).items()}
-    return Engine(DecoderParams.from_tensors(config, tensors), **kwargs)  # type: ignore[arg-type]
+    return make_engine(DecoderParams.from_tensors(config, tensors), **kwargs)  # type: ignore[arg-type]
 
 
 def twin_of(engine: Engine, ids: list[int]):  # type: ignore[no-untyped-def]
@@ -277,12 +274,12 @@ def test_certified_greedy_is_the_full_argmax_on_50000_random_mixtures() -> None:
     assert 0.2 < early.any(1).double().mean() < 0.95, "both kinds must occur"
 
 
-@pytest.mark.parametrize("shapes", ["exact", "bucket"])
+@pytest.mark.parametrize("kernels", ["auto", "graph"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_certified_greedy_reads_the_head_only_when_it_can_decide(
-    dtype: torch.dtype, shapes: str
+    dtype: torch.dtype, kernels: str
 ) -> None:
-    engine = tiny_engine(dtype, shapes=shapes)
+    engine = tiny_engine(dtype, kernels=kernels)
     generation = engine.generate(
         [3], max_new_tokens=60, sampling=SamplingParams(temperature=0), with_log_probs=True
     )
@@ -335,12 +332,12 @@ def test_greedy_with_a_forced_exit_or_router_is_that_exits_argmax() -> None:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=["f64", "f32"]
 )
-@pytest.mark.parametrize("shapes", ["exact", "bucket"])
+@pytest.mark.parametrize("kernels", ["auto", "graph"])
 def test_dec_17_every_step_equals_a_full_forward(
-    dtype: torch.dtype, tolerance: float, shapes: str
+    dtype: torch.dtype, tolerance: float, kernels: str
 ) -> None:
     """50 random prompts: the exit's, the path's and the mixture's log-probability at every step."""
-    engine = tiny_engine(dtype, shapes=shapes)
+    engine = tiny_engine(dtype, kernels=kernels)
     g = torch.Generator().manual_seed(1)
     near = {"atol": tolerance, "rtol": tolerance, "check_dtype": False}
     for seed in range(50):
@@ -383,9 +380,9 @@ def test_log_probs_do_not_change_the_tokens_and_cover_every_law() -> None:
     assert plain.log_mix is None
 
 
-@pytest.mark.parametrize("shapes", ["exact", "bucket"])
-def test_scores_equal_the_twin(shapes: str) -> None:
-    engine = tiny_engine(shapes=shapes)
+@pytest.mark.parametrize("kernels", ["auto", "graph"])
+def test_scores_equal_the_twin(kernels: str) -> None:
+    engine = tiny_engine(kernels=kernels)
     ids_BT = torch.randint(0, 40, (3, 150), generator=torch.Generator().manual_seed(2))
     scores = engine.score(ids_BT)
     assert scores.log_mix.shape == (3, 149)
@@ -435,19 +432,17 @@ def test_impossible_scoring_is_refused() -> None:
 # --- control of one request ----------------------------------------------------------------------
 
 
-class Failing:
+class FailingExit:
     """A forced exit that fails at one position."""
 
     law = "approximate: test"
     reads_router = False
     router_temperature = None
 
-    def leaves(
-        self, junction_index: int, *, position: int, router_logit: float, uniform: float
-    ) -> bool:
+    def thresholds(self, *, position: int, uniforms: Sequence[float]) -> list[float]:
         if position == 9:
-            raise ValueError("inside forced mode")
-        return True
+            return [Failing(ValueError("inside forced mode"))] * len(uniforms)  # type: ignore[list-item]
+        return forced_thresholds(0, len(uniforms))
 
 
 @pytest.mark.cases
@@ -463,7 +458,7 @@ def test_ext_07_forcing_an_exit_leaves_no_trace() -> None:
     assert set(forced.exit_indices) == {0}
     assert normal() == before
     with pytest.raises(ValueError, match="inside forced mode"):
-        engine.generate([1, 2], max_new_tokens=30, policy=Failing()).result()
+        engine.generate([1, 2], max_new_tokens=30, policy=FailingExit()).result()
     assert normal() == before
 
 
@@ -569,14 +564,15 @@ def test_stopping_gives_a_result_and_stopping_unstarted_is_an_error() -> None:
     assert result.finish_reason == "stop"
 
 
-def test_host_sigmoid_is_the_law_of_the_router() -> None:
+def test_the_thresholds_are_the_law_of_the_router() -> None:
     policy = SampledRouter(temperature=2.0)
     for z in (-3.0, 0.0, 1.5):
-        w = sigmoid(z / 2)
-        assert policy.leaves(0, position=0, router_logit=z, uniform=w - 1e-9)
-        assert not policy.leaves(0, position=0, router_logit=z, uniform=w + 1e-9)
+        w = 1 / (1 + math.exp(-z / 2))
+        (below,) = policy.thresholds(position=0, uniforms=[w - 1e-9])
+        (above,) = policy.thresholds(position=0, uniforms=[w + 1e-9])
+        assert below < z < above
 
 
 def test_filtering_at_temperature_zero_is_a_wrong_call() -> None:
     with pytest.raises(ValueError, match="take the argmax"):
-        filtered_logits(torch.zeros(3), SamplingParams(temperature=0))
+        filtered_logits(torch.zeros(3), SamplingParams(temperature=0).filters)

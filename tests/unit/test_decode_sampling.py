@@ -9,9 +9,12 @@ import torch
 
 from nvium_titan.core.mixture import exit_log_probs
 from nvium_titan.decode import Noise, RouterGreedy, SampledRouter, SamplingParams
-from nvium_titan.decode.policy import log_sigmoid, sigmoid
-from nvium_titan.decode.sampling import choose, filtered_logits, gumbel_noise, uniform
+from nvium_titan.decode.laws import log_sigmoid
+from nvium_titan.decode.noise import gumbel_noise, uniform
+from nvium_titan.decode.policy import ExitPolicy
+from nvium_titan.decode.sampling import choose, filtered_logits
 from nvium_titan.errors import PromptError
+from tests.helpers.exits import exit_of
 from tests.helpers.statistics import chi_square_p
 
 NUM_DRAWS = 200_000
@@ -75,30 +78,21 @@ def three_exits(vocab_size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw_tokens(
-    logits_EV: torch.Tensor, router_logits: torch.Tensor, policy: object, sampling: SamplingParams
+    logits_EV: torch.Tensor,
+    router_logits: torch.Tensor,
+    policy: ExitPolicy,
+    sampling: SamplingParams,
 ) -> torch.Tensor:
     """Draw as the engine does: junctions in order, then the exit's Gumbel maximum."""
-    num_exits = len(logits_EV)
+    uniforms = [[uniform(21, p, 1 + k) for k in range(2)] for p in range(NUM_DRAWS)]
     exits = torch.tensor(
         [
-            next(
-                (
-                    k
-                    for k in range(num_exits - 1)
-                    if policy.leaves(  # type: ignore[attr-defined]
-                        k,
-                        position=p,
-                        router_logit=float(router_logits[k]),
-                        uniform=uniform(21, p, 1 + k),
-                    )
-                ),
-                num_exits - 1,
-            )
-            for p in range(NUM_DRAWS)
+            exit_of(policy.thresholds(position=p, uniforms=u), router_logits.tolist())
+            for p, u in enumerate(uniforms)
         ]
     )
     gumbel = gumbel_noise(21, range(NUM_DRAWS), logits_EV.shape[-1])
-    return choose(logits_EV[exits], gumbel, sampling)
+    return choose(logits_EV[exits], gumbel, sampling.filters)
 
 
 @pytest.mark.cases
@@ -116,9 +110,7 @@ def test_ext_02_the_default_draws_from_the_mixture_and_router_greedy_does_not() 
 
 
 @pytest.mark.parametrize("z", [-math.inf, -800.0, -3.0, 0.0, 3.0, 800.0, math.inf])
-def test_host_sigmoids_do_not_overflow(z: float) -> None:
-    expected = torch.sigmoid(torch.tensor(z, dtype=torch.float64)).item()
-    assert sigmoid(z) == pytest.approx(expected, rel=1e-14)
+def test_the_host_log_sigmoid_does_not_overflow(z: float) -> None:
     log = torch.nn.functional.logsigmoid(torch.tensor(z, dtype=torch.float64)).item()
     assert log_sigmoid(z) == pytest.approx(log, rel=1e-14)
 
@@ -149,7 +141,9 @@ def test_impossible_router_temperature_is_refused(temperature: float) -> None:
 
 
 def probs(p: list[float], **settings: float) -> list[float]:
-    logits = filtered_logits(torch.tensor(p, dtype=torch.float64).log(), SamplingParams(**settings))  # type: ignore[arg-type]
+    logits = filtered_logits(
+        torch.tensor(p, dtype=torch.float64).log(), SamplingParams(**settings).filters
+    )  # type: ignore[arg-type]
     return [round(x, 12) for x in logits.softmax(-1).tolist()]
 
 
@@ -179,7 +173,7 @@ def test_ties_go_to_the_lower_id() -> None:
 @pytest.mark.parametrize("temperature", [1e-320, 1e-6, 1e6, 1e300])
 def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     logits = torch.tensor([1.0, 3.0, 3.0 - 1e-3, -math.inf, -2.0])
-    out = filtered_logits(logits, SamplingParams(temperature=temperature))
+    out = filtered_logits(logits, SamplingParams(temperature=temperature).filters)
     p = out.softmax(-1)
     assert p.isfinite().all()
     assert p[3] == 0

@@ -11,7 +11,7 @@ import torch
 
 from nvium_titan.config_registry import config_files
 from nvium_titan.core.cost import count_params
-from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.core.flavors import flavor_shape
 from nvium_titan.errors import ConfigError
 from nvium_titan.train import launch as train
 from nvium_titan.train.config import load_config
@@ -28,7 +28,7 @@ def dry_run_of(name: str, *flags: str, world_size: int | None = None) -> DryRun:
 
 
 def params_of(flavor: str) -> int:
-    return sum(count_params(flavor_dims(flavor)).values())
+    return sum(count_params(flavor_shape(flavor)).values())
 
 
 @pytest.mark.parametrize(

@@ -16,60 +16,60 @@ from nvium_titan.bundle import read_bundle
 from nvium_titan.convert.export import SETTINGS_KEY, export_checkpoint
 from nvium_titan.convert.layout import to_native, to_rotate_half
 from nvium_titan.convert.step_folders import find_step_folder
-from nvium_titan.core.cost import ModelDims
-from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.core.flavors import flavor_shape
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import CheckpointError
 from nvium_titan.report.records import MetricsRow
 from nvium_titan.train.model import model_spec
 
 
-def settings_of(dims: ModelDims) -> str:
-    numbers = dataclasses.asdict(dims)
+def settings_of(shape: ModelShape) -> str:
+    numbers = dataclasses.asdict(shape)
     nvium = {key: numbers.pop(key) for key in ("exit_layers", "router_dim", "adapter_dim")}
     return tomli_w.dumps({"hf_assets_path": "byte", "model": numbers, "nvium": nvium})
 
 
 def write_checkpoint(
-    folder: Path, dims: ModelDims, *, step: int = 4
+    folder: Path, shape: ModelShape, *, step: int = 4
 ) -> tuple[Path, dict[str, torch.Tensor]]:
     """Save a random model as the trainer would, and return its step folder and weights."""
-    model = model_spec(dims, flavor="test").model.build()
+    model = model_spec(shape, flavor="test").model.build()
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     path = folder / "checkpoint" / f"step-{step}"
-    dcp.save({**state, SETTINGS_KEY: settings_of(dims)}, checkpoint_id=path, no_dist=True)
+    dcp.save({**state, SETTINGS_KEY: settings_of(shape)}, checkpoint_id=path, no_dist=True)
     return path, state
 
 
 @pytest.mark.parametrize(
-    "dims",
+    "shape",
     [
-        flavor_dims("debug"),
-        dataclasses.replace(flavor_dims("debug"), exit_layers=(1, 4), num_kv_heads=2),
-        dataclasses.replace(flavor_dims("debug"), tie_embeddings=True),
-        flavor_dims("dense-debug"),
+        flavor_shape("debug"),
+        dataclasses.replace(flavor_shape("debug"), exit_layers=(1, 4), num_kv_heads=2),
+        dataclasses.replace(flavor_shape("debug"), tie_embeddings=True),
+        flavor_shape("dense-debug"),
     ],
     ids=["nvium", "uneven-gqa", "tied", "dense"],
 )
-def test_a_checkpoint_becomes_a_bundle(dims: ModelDims, tmp_path: Path) -> None:
-    path, state = write_checkpoint(tmp_path, dims)
+def test_a_checkpoint_becomes_a_bundle(shape: ModelShape, tmp_path: Path) -> None:
+    path, state = write_checkpoint(tmp_path, shape)
     export_checkpoint(path, tmp_path / "bundle")
     bundle = read_bundle(tmp_path / "bundle")
-    assert bundle.config.exit_layers == dims.exit_layers
-    assert bundle.config.is_plain_llama == (not dims.exit_layers)
+    assert bundle.config.shape.exit_layers == shape.exit_layers
+    assert bundle.config.is_plain_llama == (not shape.exit_layers)
     tensors = bundle.load_tensors()
     name = "model.layers.0.self_attn.k_proj.weight"
     native = state["layers.0.attention.qkv_linear.wk.weight"]
-    assert torch.equal(tensors[name], to_rotate_half(native, num_heads=dims.num_kv_heads))
+    assert torch.equal(tensors[name], to_rotate_half(native, num_heads=shape.num_kv_heads))
     assert not torch.equal(tensors[name], native)
-    back = to_native(tensors, dims)
+    back = to_native(tensors, shape)
     assert all(torch.equal(back[key], state[key]) for key in back)
-    assert set(back) == set(state) - ({"lm_head.weight"} if dims.tie_embeddings else set())
+    assert set(back) == set(state) - ({"lm_head.weight"} if shape.tie_embeddings else set())
 
 
 def test_the_bundle_says_where_it_came_from(tmp_path: Path) -> None:
-    path, _ = write_checkpoint(tmp_path, flavor_dims("debug"))
+    path, _ = write_checkpoint(tmp_path, flavor_shape("debug"))
     row = MetricsRow(
         step=2, split="val", loss=3.0, mixture_nll=3.0, perplexity=20.0, exit_ce=[3.0] * 3,
         exit_shares=[0.1, 0.2, 0.7], expected_depth=0.8, beta=0.1, router_means=[0.1, 0.2],
@@ -93,15 +93,15 @@ def test_the_bundle_says_where_it_came_from(tmp_path: Path) -> None:
 
 
 def test_a_model_only_checkpoint_reads_the_settings_beside_it(tmp_path: Path) -> None:
-    dims = flavor_dims("debug")
-    model = model_spec(dims, flavor="test").model.build()
+    shape = flavor_shape("debug")
+    model = model_spec(shape, flavor="test").model.build()
     path = tmp_path / "checkpoint" / "step-1"
     dcp.save(dict(model.state_dict()), checkpoint_id=path, no_dist=True)
     with pytest.raises(CheckpointError, match="not a checkpoint of nvium_titan"):
         export_checkpoint(path, tmp_path / "bundle")
-    (tmp_path / "config.toml").write_text(settings_of(dims))
+    (tmp_path / "config.toml").write_text(settings_of(shape))
     export_checkpoint(path, tmp_path / "bundle")
-    assert read_bundle(tmp_path / "bundle").config.num_hidden_layers == dims.num_layers
+    assert read_bundle(tmp_path / "bundle").config.shape.num_layers == shape.num_layers
 
 
 @pytest.mark.cases
@@ -121,8 +121,8 @@ def test_cfg_05_a_missing_or_empty_checkpoint_is_refused(tmp_path: Path) -> None
 def test_cfg_05_one_level_too_high_takes_the_newest_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_checkpoint(tmp_path, flavor_dims("debug"), step=9)
-    newest, _ = write_checkpoint(tmp_path, flavor_dims("debug"), step=10)
+    write_checkpoint(tmp_path, flavor_shape("debug"), step=9)
+    newest, _ = write_checkpoint(tmp_path, flavor_shape("debug"), step=10)
     caplog.set_level("INFO")
     assert find_step_folder(tmp_path) == newest
     assert find_step_folder(tmp_path / "checkpoint") == newest
@@ -130,7 +130,7 @@ def test_cfg_05_one_level_too_high_takes_the_newest_and_says_so(
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    path, _ = write_checkpoint(tmp_path, flavor_dims("debug"))
+    path, _ = write_checkpoint(tmp_path, flavor_shape("debug"))
     shard = next(path.glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:10])
     with pytest.raises(CheckpointError, match=r"step-4: cannot be read \("):

@@ -17,20 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvium_titan.decode.forward.graphs.capture import FakeGraphs
 from nvium_titan.decode.forward.graphs.fused import (
     JunctionResult,
     TorchJunction,
     TritonJunction,
     build_junction,
-    draw_filtered,
-    draw_in_torch,
+    draw_in_graph,
     draw_in_triton,
-    draw_token,
     has_kernels,
 )
-from nvium_titan.decode.forward.torch import DecoderModel
-from nvium_titan.decode.sampling import Noise, SamplingParams, filter_limits
+from nvium_titan.decode.forward.torch import TorchForward
+from nvium_titan.decode.noise import Noise
+from nvium_titan.decode.sampling import Draw, Filters, SamplingParams, draw_token
+from tests.gpu.imitation import ImitatedGraphs
 from tests.helpers.triton_worker import tiny_params
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +42,8 @@ VOCAB = 1100
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
-def tiny_model(dtype: torch.dtype) -> DecoderModel:
-    return DecoderModel(tiny_params(dtype), num_slots=8)
+def tiny_model(dtype: torch.dtype) -> TorchForward:
+    return TorchForward(tiny_params(dtype), num_slots=8)
 
 
 def states(dtype: torch.dtype) -> Tensor:
@@ -62,9 +61,13 @@ def number(value: float) -> Tensor:
 
 def draw_inputs(position: int, temperature: float) -> tuple[Tensor, Tensor]:
     """Return key and temperature of the noise at a position, as a graph's static inputs."""
-    draw = Noise(SEED, vocab_size=VOCAB).plan(position, SamplingParams(temperature=temperature))
-    key = draw.key - (1 << 64) if draw.key >> 63 else draw.key
+    key = Noise(SEED, vocab_size=VOCAB).token_key(position)
+    key = key - (1 << 64) if key >> 63 else key
     return torch.tensor([key]), torch.tensor([temperature], dtype=torch.float64)
+
+
+def draw_plain(logits_V: Tensor, key_1: Tensor, temperature_1: Tensor) -> Tensor:
+    return draw_in_graph(logits_V, key_1, Filters(temperature_1))
 
 
 def random_logits(position: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -117,21 +120,22 @@ def test_a_forced_exit_is_taken_whatever_the_router_says() -> None:
 )
 def test_a_filtered_draw_is_that_of_noise(dtype: torch.dtype, sampling: SamplingParams) -> None:
     noise = Noise(SEED, vocab_size=VOCAB)
-    top_k, top_p, log_min_p = filter_limits(sampling, vocab_size=VOCAB)
+    _, top_k, top_p, log_min_p = sampling.filters
     for position in range(60):
         logits_V = random_logits(position, dtype)
         if position % 3 == 0:
             logits_V = (2 * logits_V).round()  # ties
         if position % 5 == 0:
             logits_V[::2] = -math.inf
-        expected = noise.draw(logits_V, position=position, sampling=sampling)
-        found_1 = draw_filtered(
-            logits_V,
-            *draw_inputs(position, sampling.temperature),
-            top_k_1=torch.tensor([top_k]),
-            top_p_1=number(top_p)[None],
-            log_min_p_1=number(log_min_p)[None],
+        expected = draw_token(logits_V, Draw(noise, position, sampling))
+        key_1, temperature_1 = draw_inputs(position, sampling.temperature)
+        filters = Filters(
+            temperature_1,
+            torch.tensor([VOCAB if top_k is None else top_k]),
+            number(math.inf if top_p is None else top_p)[None],
+            number(-math.inf if log_min_p is None else log_min_p)[None],
         )
+        found_1 = draw_in_graph(logits_V, key_1, filters)
         assert found_1.tolist() == [expected]
 
 
@@ -142,8 +146,8 @@ def test_twin_draws_the_token_of_noise_draw(dtype: torch.dtype, temperature: flo
     sampling = SamplingParams(temperature=temperature)
     for position in range(60):
         logits_V = random_logits(position, dtype)
-        expected = noise.draw(logits_V, position=position, sampling=sampling)
-        found_1 = draw_in_torch(logits_V, *draw_inputs(position, temperature))
+        expected = draw_token(logits_V, Draw(noise, position, sampling))
+        found_1 = draw_plain(logits_V, *draw_inputs(position, temperature))
         assert (found_1.shape, found_1.dtype) == ((1,), torch.int64)
         assert int(found_1) == expected
 
@@ -151,10 +155,9 @@ def test_twin_draws_the_token_of_noise_draw(dtype: torch.dtype, temperature: flo
 def test_on_the_cpu_the_twin_is_taken() -> None:
     assert not has_kernels(torch.device("cpu"))
     assert isinstance(build_junction(tiny_model(torch.float32), 0), TorchJunction)
-    inputs = draw_inputs(5, 1.0)
-    assert torch.equal(
-        draw_token(random_logits(5), *inputs), draw_in_torch(random_logits(5), *inputs)
-    )
+    draw = Draw(Noise(SEED, vocab_size=VOCAB), 5, SamplingParams())
+    expected = draw_token(random_logits(5), draw)
+    assert draw_plain(random_logits(5), *draw_inputs(5, 1.0)).tolist() == [expected]
 
 
 def test_both_can_be_captured_and_read_their_inputs_anew_at_every_replay() -> None:
@@ -172,9 +175,9 @@ def test_both_can_be_captured_and_read_their_inputs_anew_at_every_replay() -> No
         z_1.copy_(found.router_logit_1)
         decisions_2[:1].copy_(found.leaves)
         decisions_2[1:].copy_(found.goes_on)
-        token_1.copy_(draw_token(logits_V, key_1, temperature_1))
+        token_1.copy_(draw_plain(logits_V, key_1, temperature_1))
 
-    graph = FakeGraphs().capture(step, outputs=(z_1, decisions_2, token_1))
+    graph = ImitatedGraphs().capture(step, outputs=(z_1, decisions_2, token_1))
     for position, temperature in enumerate((1.0, 0.0, 0.7, 1e-6)):
         position_1.fill_(position)
         for static, value in zip((key_1, temperature_1), draw_inputs(position, temperature)):  # noqa: B905
@@ -184,7 +187,7 @@ def test_both_can_be_captured_and_read_their_inputs_anew_at_every_replay() -> No
         expected = TorchJunction(model, 1)(states_SD, position_1, threshold)
         assert torch.equal(z_1, expected.router_logit_1)
         assert decisions_2.tolist() == [int(expected.leaves), int(expected.goes_on)]
-        assert int(token_1) == int(draw_in_torch(logits_V, key_1, temperature_1))
+        assert int(token_1) == int(draw_plain(logits_V, key_1, temperature_1))
 
 
 # --- Triton ---------------------------------------------------------------------------------------
@@ -255,7 +258,7 @@ def check_junctions(results: list[JunctionResult]) -> None:
 
 
 def check_draws(tokens: list[int]) -> None:
-    expected = [int(draw_in_torch(*case)) for case in draw_cases()]
+    expected = [int(draw_plain(*case)) for case in draw_cases()]
     assert tokens == expected
     assert expected[-4] == 0, "of equal logits the first"
     assert expected[-2:] == [1050, 1050], "removed tokens are never drawn"

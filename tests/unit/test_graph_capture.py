@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvium_titan.decode.forward.graphs.capture import CaptureError, FakeGraphs
+from nvium_titan.decode.forward.graphs.capture import CaptureError
+from tests.gpu.imitation import ImitatedGraphs
 
 X_4 = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
@@ -20,11 +21,11 @@ def write(out: Tensor, value: Tensor) -> None:
 
 
 @pytest.fixture
-def graphs() -> FakeGraphs:
-    return FakeGraphs()
+def graphs() -> ImitatedGraphs:
+    return ImitatedGraphs()
 
 
-def test_a_replay_computes_from_what_the_inputs_hold_now(graphs: FakeGraphs) -> None:
+def test_a_replay_computes_from_what_the_inputs_hold_now(graphs: ImitatedGraphs) -> None:
     x_4, out_4 = X_4.clone(), torch.zeros(4)
     graph = graphs.capture(lambda: write(out_4, (x_4 * 2).sin() + 1), outputs=(out_4,))
     for _ in range(3):
@@ -34,7 +35,7 @@ def test_a_replay_computes_from_what_the_inputs_hold_now(graphs: FakeGraphs) -> 
     assert (graphs.counters.captures, graphs.counters.replays) == (1, 3)
 
 
-def test_a_function_runs_once_before_its_capture_and_not_in_it(graphs: FakeGraphs) -> None:
+def test_a_function_runs_once_before_its_capture_and_not_in_it(graphs: ImitatedGraphs) -> None:
     x_4, out_4 = X_4.clone(), torch.zeros(4)
 
     def function() -> None:
@@ -50,7 +51,7 @@ def test_a_function_runs_once_before_its_capture_and_not_in_it(graphs: FakeGraph
     assert out_4.tolist() == [7, 7, 6, 7]
 
 
-def test_work_space_made_inside_is_made_again_by_every_replay(graphs: FakeGraphs) -> None:
+def test_work_space_made_inside_is_made_again_by_every_replay(graphs: ImitatedGraphs) -> None:
     x_4, out_4 = X_4.clone(), torch.zeros(4)
 
     def function() -> None:
@@ -64,7 +65,7 @@ def test_work_space_made_inside_is_made_again_by_every_replay(graphs: FakeGraphs
         assert torch.equal(out_4, 2 * X_4)
 
 
-def test_a_python_integer_is_baked_and_a_static_input_is_not(graphs: FakeGraphs) -> None:
+def test_a_python_integer_is_baked_and_a_static_input_is_not(graphs: ImitatedGraphs) -> None:
     """What a real graph does without a word gives a wrong result here too."""
     position = 1
     position_1, baked_1, read_1 = torch.tensor([1]), torch.zeros(1), torch.zeros(1)
@@ -101,7 +102,7 @@ NAMES = {"item": "_local_scalar_dense", "int": "_local_scalar_dense", "if": "_lo
 
 
 @pytest.mark.parametrize("operation", HOST_READS)
-def test_what_needs_the_host_is_refused_by_name(graphs: FakeGraphs, operation: str) -> None:
+def test_what_needs_the_host_is_refused_by_name(graphs: ImitatedGraphs, operation: str) -> None:
     out_1 = torch.zeros(1)
 
     def function() -> None:
@@ -114,12 +115,14 @@ def test_what_needs_the_host_is_refused_by_name(graphs: FakeGraphs, operation: s
     assert X_4.tolist() == [1, 2, 3, 4], "the refusal ends with the capture"
 
 
-def test_a_function_that_gives_away_the_memory_of_the_graph_is_refused(graphs: FakeGraphs) -> None:
+def test_a_function_that_gives_away_the_memory_of_the_graph_is_refused(
+    graphs: ImitatedGraphs,
+) -> None:
     with pytest.raises(CaptureError, match=r"made by aten\.mul.*copy it into a static output"):
         graphs.capture(lambda: X_4 * 2)
 
 
-def test_a_tensor_that_escapes_is_poisoned(graphs: FakeGraphs) -> None:
+def test_a_tensor_that_escapes_is_poisoned(graphs: ImitatedGraphs) -> None:
     kept: list[Tensor] = []
     out_4 = torch.zeros(4)
 
@@ -133,7 +136,7 @@ def test_a_tensor_that_escapes_is_poisoned(graphs: FakeGraphs) -> None:
     assert kept[-1].isnan().all()
 
 
-def test_an_output_that_is_held_and_not_cloned_is_overwritten(graphs: FakeGraphs) -> None:
+def test_an_output_that_is_held_and_not_cloned_is_overwritten(graphs: ImitatedGraphs) -> None:
     x_4, out_4, is_on = X_4.clone(), torch.zeros(4), torch.tensor(True)
     graph = graphs.capture(
         lambda: graphs.branch(is_on, partial(write, out_4, x_4)), outputs=(out_4,)
@@ -146,7 +149,7 @@ def test_an_output_that_is_held_and_not_cloned_is_overwritten(graphs: FakeGraphs
     assert torch.equal(cloned, X_4)
 
 
-def test_an_output_that_a_replay_does_not_write_wholly_shows(graphs: FakeGraphs) -> None:
+def test_an_output_that_a_replay_does_not_write_wholly_shows(graphs: ImitatedGraphs) -> None:
     out_4, ids_4 = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
 
     def function() -> None:
@@ -159,7 +162,7 @@ def test_an_output_that_a_replay_does_not_write_wholly_shows(graphs: FakeGraphs)
     assert ids_4.tolist() == [5, 5, 5, torch.iinfo(torch.int64).min]
 
 
-def test_branches_nest_and_follow_the_device(graphs: FakeGraphs) -> None:
+def test_branches_nest_and_follow_the_device(graphs: ImitatedGraphs) -> None:
     a, b, out_1 = torch.tensor(True), torch.tensor(True), torch.zeros(1)
 
     def outer() -> None:
@@ -178,7 +181,7 @@ def test_branches_nest_and_follow_the_device(graphs: FakeGraphs) -> None:
         assert out_1.item() == expected
 
 
-def test_before_a_capture_every_branch_runs(graphs: FakeGraphs) -> None:
+def test_before_a_capture_every_branch_runs(graphs: ImitatedGraphs) -> None:
     runs_2 = torch.zeros(2)
     is_on_2 = torch.tensor([True, False])
 
@@ -192,7 +195,7 @@ def test_before_a_capture_every_branch_runs(graphs: FakeGraphs) -> None:
     assert runs_2.tolist() == [2, 1]
 
 
-def test_what_is_fetched_is_what_was_there_then(graphs: FakeGraphs) -> None:
+def test_what_is_fetched_is_what_was_there_then(graphs: ImitatedGraphs) -> None:
     x_2 = torch.tensor([1, 2])
     fetch = graphs.fetch(x_2)
     x_2 += 5
@@ -200,14 +203,14 @@ def test_what_is_fetched_is_what_was_there_then(graphs: FakeGraphs) -> None:
     assert (graphs.counters.copies, graphs.counters.host_reads) == (1, 1)
 
 
-def test_a_branch_needs_a_capture_and_one_bool(graphs: FakeGraphs) -> None:
+def test_a_branch_needs_a_capture_and_one_bool(graphs: ImitatedGraphs) -> None:
     with pytest.raises(CaptureError, match="only inside a capture"):
         graphs.branch(torch.tensor(True), lambda: None)
     with pytest.raises(CaptureError, match=r"float32 of shape \(4,\)"):
         graphs.capture(lambda: graphs.branch(X_4, lambda: None))
 
 
-def test_a_graph_that_is_dropped_leaves_the_pool(graphs: FakeGraphs) -> None:
+def test_a_graph_that_is_dropped_leaves_the_pool(graphs: ImitatedGraphs) -> None:
     out_4 = torch.zeros(4)
     graph = graphs.capture(lambda: write(out_4, X_4 * 2 + 1))
     assert graphs.pool_bytes == 2 * 4 * 4

@@ -11,17 +11,17 @@ from torchtitan.config import TrainingConfig
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
-from nvium_titan.core.cost import ModelDims
-from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.core.flavors import flavor_shape
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import ConfigError
 from nvium_titan.train.model.layout import check_layout
 from tests.helpers.runs import train_here, write_toml
 
-DIMS = flavor_dims("debug")  # 6 layers, 4 heads
+SHAPE = flavor_shape("debug")  # 6 layers, 4 heads
 
 
 def check(
-    *, dims: ModelDims = DIMS, seq_len: int = 64, trainable: str = "all",
+    *, shape: ModelShape = SHAPE, seq_len: int = 64, trainable: str = "all",
     disable_cuda_graphs: bool = True, local_batch_size: int = 4, **parallelism: object,
 ) -> None:  # fmt: skip
     training = TrainingConfig(
@@ -30,7 +30,7 @@ def check(
         local_batch_size=local_batch_size,
     )
     check_layout(
-        dims,
+        shape,
         parallelism=ParallelismConfig(**parallelism),
         training=training,
         trainable=trainable,
@@ -55,18 +55,18 @@ def check(
 def test_dis_02_what_tensor_parallelism_cannot_split_is_refused(
     changed: dict[str, int], seq_len: int, message: str
 ) -> None:
-    dims = replace(DIMS, **changed)
+    shape = replace(SHAPE, **changed)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check(dims=dims, seq_len=seq_len, tensor_parallel_degree=2)
+        check(shape=shape, seq_len=seq_len, tensor_parallel_degree=2)
 
 
 @pytest.mark.cases
 def test_dis_01_a_vocabulary_that_the_ranks_cannot_share_is_refused() -> None:
-    dims = replace(DIMS, vocab_size=257)
+    shape = replace(SHAPE, vocab_size=257)
     rule = r"tensor_parallel_degree=2 does not divide \[model\] vocab_size=257; .*: 1$"
     with pytest.raises(ConfigError, match=rule):
-        check(dims=dims, tensor_parallel_degree=2)
-    check(dims=replace(DIMS, vocab_size=258), tensor_parallel_degree=2)
+        check(shape=shape, tensor_parallel_degree=2)
+    check(shape=replace(SHAPE, vocab_size=258), tensor_parallel_degree=2)
 
 
 @pytest.mark.cases
@@ -86,10 +86,10 @@ def test_dis_01_and_dis_02_training_ends_before_it_starts(
 
 
 def test_the_message_lists_the_degrees_that_work() -> None:
-    dims = replace(DIMS, num_heads=12, num_kv_heads=12)
+    shape = replace(SHAPE, num_heads=12, num_kv_heads=12)
     with pytest.raises(ConfigError, match=r"num_kv_heads=12, .*: 1, 2, 4$"):
-        check(dims=dims, tensor_parallel_degree=3, seq_len=64)
-    check(dims=dims, tensor_parallel_degree=4)
+        check(shape=shape, tensor_parallel_degree=3, seq_len=64)
+    check(shape=shape, tensor_parallel_degree=4)
 
 
 def test_without_sequence_parallelism_any_length_fits() -> None:
@@ -103,7 +103,7 @@ PP = {"pipeline_parallel_degree": 2}
     ("asked", "message"),
     [
         ({"disable_cuda_graphs": False}, "set [training] disable_cuda_graphs = true"),
-        ({"dims": replace(DIMS, tie_embeddings=True)}, "tie_embeddings = false"),
+        ({"shape": replace(SHAPE, tie_embeddings=True)}, "tie_embeddings = false"),
         ({"trainable": "junctions"}, 'trainable="junctions"'),
         ({"pipeline_parallel_microbatch_size": 3}, "local_batch_size=4 is cut into microbatches"),
         ({"pipeline_parallel_schedule": "Interleaved1F1b"}, "did you mean 'Interleaved1F1B'?"),
@@ -154,13 +154,13 @@ def test_dis_03_a_split_that_loses_layers_is_refused(asked: dict[str, object]) -
 def test_dis_03_an_accepted_split_has_every_layer_once(
     num_layers: int, num_stages: int, weights: tuple[int, int]
 ) -> None:
-    dims = replace(DIMS, num_layers=num_layers, exit_layers=(1,))
+    shape = replace(SHAPE, num_layers=num_layers, exit_layers=(1,))
     asked = {
         "pipeline_parallel_first_stage_less_layers": weights[0],
         "pipeline_parallel_last_stage_less_layers": weights[1],
     }
     try:
-        check(dims=dims, pipeline_parallel_degree=num_stages, **asked)
+        check(shape=shape, pipeline_parallel_degree=num_stages, **asked)
     except ConfigError:
         # torchtitan refuses it too, or leaves a stage without a layer.
         assert num_layers + sum(weights) < 3 * num_stages

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nvium_titan.core.flavors import flavor_shape
 from nvium_titan.core.mixture import exit_log_probs, expected_depth, mixture_log_prob
-from nvium_titan.core.shape import ExitPlan
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import ConfigError
 from nvium_titan.train.loss import MixtureLoss, _LabelNll
 from nvium_titan.train.metrics import MixtureMetrics
 from nvium_titan.train.objective import phase_weights, token_terms
 
-PLAN = ExitPlan(num_layers=6, exit_layers=(1, 3))
+SHAPE = replace(flavor_shape("debug"), num_layers=6, exit_layers=(1, 3))
 WIDTH, VOCAB = 8, 11
 
 
 def make_loss(
-    head: nn.Module, *, plan: ExitPlan = PLAN, num_chunks: int = 3, phase: str = "main"
+    head: nn.Module, *, shape: ModelShape = SHAPE, num_chunks: int = 3, phase: str = "main"
 ) -> MixtureLoss:
     loss = MixtureLoss(MixtureLoss.Config(beta=0.3, alpha=0.7, num_chunks=num_chunks))
-    loss.bind(head, plan, device=torch.device("cpu"))
+    loss.bind(head, shape, device=torch.device("cpu"))
     loss.start_step(1 if phase == "warmup" else 100, num_steps=100)
     return loss
 
@@ -44,7 +46,7 @@ def make_batch(
 
 
 def slow_loss(
-    o: Tensor, z: Tensor, labels: Tensor, weight: Tensor, *, plan: ExitPlan = PLAN, phase: str
+    o: Tensor, z: Tensor, labels: Tensor, weight: Tensor, *, shape: ModelShape = SHAPE, phase: str
 ) -> Tensor:
     """The objective token by token, in probabilities, as the paper writes it."""
     total, count = torch.zeros((), dtype=o.dtype), 0
@@ -57,14 +59,14 @@ def slow_loss(
             pi_mix = torch.zeros((), dtype=o.dtype)
             depth = torch.zeros((), dtype=o.dtype)
             balance = torch.zeros((), dtype=o.dtype)
-            for k in range(plan.num_exits):
-                last = k == plan.num_exits - 1
+            for k in range(shape.num_exits):
+                last = k == shape.num_exits - 1
                 w = torch.ones((), dtype=o.dtype) if last else torch.sigmoid(z[k, b, t])
                 pi = F.softmax(weight @ o[k, b, t], dim=-1)
                 pi_mix = pi_mix + arrive * w * pi[labels[b, t]]
-                depth = depth + arrive * w * plan.block_ends[k] / plan.num_layers
+                depth = depth + arrive * w * shape.block_ends[k] / shape.num_layers
                 if not last:
-                    balance = balance + (w - 1 / (plan.num_exits - k)) ** 2
+                    balance = balance + (w - 1 / (shape.num_exits - k)) ** 2
                 arrive = arrive * (1 - w)
             extra = 0.7 * balance if phase == "warmup" else 0.3 * depth
             total = total - torch.log(pi_mix) + extra
@@ -132,7 +134,7 @@ def test_num_02_mixture_weight_of_exactly_zero(
     log_label = torch.stack([F.log_softmax(o64[k] @ w64.T, -1) for k in range(3)]).gather(
         -1, labels.clamp(min=0).expand(3, *labels.shape)[..., None]
     )[..., 0]
-    terms = token_terms(z64, log_label, PLAN)
+    terms = token_terms(z64, log_label, SHAPE)
     extra = 0.7 * terms.balance if phase == "warmup" else 0.3 * terms.expected_depth
     valid = labels != -100
     expected = ((terms.mixture_nll + extra) * valid).sum() / valid.sum()
@@ -170,7 +172,7 @@ def test_routers_that_never_exit_give_the_one_exit_loss_bit_for_bit() -> None:
     mixture = make_loss(head)
     mixture._compute_weight.zero_()
     got, _ = mixture((o.detach(), never), labels, (labels != -100).sum())
-    dense = make_loss(head, plan=ExitPlan(num_layers=6, exit_layers=()))
+    dense = make_loss(head, shape=SHAPE.dense())
     dense._compute_weight.zero_()
     want, _ = dense((o[-1:].detach(), never[:0]), labels, (labels != -100).sum())
     assert torch.equal(got, want)
@@ -194,7 +196,7 @@ def test_mixture_loss_lies_between_the_best_and_the_worst_exit() -> None:
 def test_half_and_half_routers_have_the_probabilities_of_the_docstring() -> None:
     p = exit_log_probs(torch.zeros(2, 1)).exp()[:, 0]
     torch.testing.assert_close(p, torch.tensor([0.5, 0.25, 0.25]))
-    depth = expected_depth(exit_log_probs(torch.zeros(2, 1)), PLAN.depth_fractions)
+    depth = expected_depth(exit_log_probs(torch.zeros(2, 1)), SHAPE.depth_fractions)
     torch.testing.assert_close(depth, torch.tensor([0.5 / 6 + 0.25 * 3 / 6 + 0.25]))
 
 
@@ -216,7 +218,7 @@ def test_num_04_gradients_do_not_depend_on_the_accumulation_split(split: int) ->
             loss, _ = loss_fn((o[:, rows], z[:, rows]), labels[rows], count)
             loss.backward()
             total += loss.item()
-        found = MixtureMetrics.from_sums(loss_fn.sums.tolist(), PLAN)
+        found = MixtureMetrics.from_sums(loss_fn.sums.tolist(), num_exits=SHAPE.num_exits)
         results.append((total, [x.grad.clone() for x in (o, z, head.weight)], found))
     (loss_a, grads_a, found_a), (loss_b, grads_b, found_b) = results
     assert loss_b == pytest.approx(loss_a, rel=1e-6)
@@ -253,7 +255,7 @@ def test_num_01_no_valid_label_anywhere_gives_zero_gradients() -> None:
     loss.backward()
     assert loss.item() == 0.0
     assert not any(x.grad.any() for x in (o, z, head.weight))
-    found = MixtureMetrics.from_sums(loss_fn.sums.tolist(), PLAN)
+    found = MixtureMetrics.from_sums(loss_fn.sums.tolist(), num_exits=SHAPE.num_exits)
     assert found.num_tokens == 0
     assert all(math.isfinite(value) for value in (found.mixture_nll, *found.exit_shares))
 
@@ -263,7 +265,7 @@ def test_metrics_are_token_means() -> None:
     o, z, labels = make_batch()
     loss_fn = make_loss(head)
     loss_fn((o.detach(), z.detach()), labels)
-    found = MixtureMetrics.from_sums(loss_fn.sums.tolist(), PLAN)
+    found = MixtureMetrics.from_sums(loss_fn.sums.tolist(), num_exits=SHAPE.num_exits)
     valid = labels != -100
     p = exit_log_probs(z.detach()).exp()
     assert found.num_tokens == int(valid.sum())

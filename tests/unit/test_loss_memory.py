@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from nvium_titan.bench.memory import LiveBytes
 from nvium_titan.bench.training import loss_peak_bytes, make_loss
-from nvium_titan.core.cost import ModelDims
-from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.core.flavors import flavor_shape
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.train.loss import MixtureLoss
 
 VOCAB = 32000
 WIDTH = 32
 
 
-def dims_of(num_exits: int) -> ModelDims:
+def shape_of(num_exits: int) -> ModelShape:
     return replace(
-        flavor_dims("debug"), vocab_size=VOCAB, dim=WIDTH, num_layers=4,
+        flavor_shape("debug"), vocab_size=VOCAB, dim=WIDTH, num_layers=4,
         exit_layers=tuple(range(1, num_exits)),
     )  # fmt: skip
 
@@ -38,7 +38,7 @@ def loss_of(num_exits: int, *, num_chunks: int) -> MixtureLoss:
     torch.manual_seed(1)
     head = nn.Linear(WIDTH, VOCAB, bias=False)
     config = MixtureLoss.Config(num_chunks=num_chunks)
-    return make_loss(head, dims_of(num_exits), config=config, device=torch.device("cpu"))
+    return make_loss(head, shape_of(num_exits), config=config, device=torch.device("cpu"))
 
 
 def peak_of(num_exits: int, *, batch: int, tokens: int, num_chunks: int) -> int:

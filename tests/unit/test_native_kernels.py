@@ -11,8 +11,8 @@ import torch
 
 from nvium_titan.decode import DecoderParams, Engine
 from nvium_titan.decode.forward.native.build import load_library
-from nvium_titan.decode.forward.native.model import NativeModel
-from nvium_titan.decode.forward.torch import DecoderModel
+from nvium_titan.decode.forward.native.forward import NativeForward
+from nvium_titan.decode.forward.torch import TorchForward
 from nvium_titan.errors import DependencyError
 from tests.helpers.tiny_decoder import tiny_config
 
@@ -32,20 +32,19 @@ def params(dtype: torch.dtype = torch.float32) -> DecoderParams:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_the_cpu_takes_the_native_kernels(dtype: torch.dtype) -> None:
-    assert isinstance(Engine(params(dtype)).runner.model, NativeModel)
+    assert isinstance(Engine(params(dtype)).forward, NativeForward)
 
 
-def test_other_types_and_shapes_take_torch() -> None:
-    assert isinstance(Engine(params(torch.float64)).runner.model, DecoderModel)
-    assert isinstance(Engine(params(), shapes="bucket").runner.model, DecoderModel)
-    assert isinstance(Engine(params(), kernels="torch").runner.model, DecoderModel)
+def test_other_types_take_torch() -> None:
+    assert isinstance(Engine(params(torch.float64)).forward, TorchForward)
+    assert isinstance(Engine(params(), kernels="torch").forward, TorchForward)
 
 
 def test_native_kernels_that_cannot_run_are_refused_with_the_reason() -> None:
-    with pytest.raises(DependencyError, match=r"torch\.float64, 'exact'; use kernels='auto'"):
+    with pytest.raises(DependencyError, match=r"cpu, torch\.float64; use kernels='auto'"):
         Engine(params(torch.float64), kernels="native")
-    with pytest.raises(DependencyError, match="'bucket'"):
-        Engine(params(), kernels="native", shapes="bucket")
+    with pytest.raises(DependencyError, match="kernels='graph' run on CUDA, not on cpu"):
+        Engine(params(), kernels="graph")
 
 
 def test_kernels_are_compiled_once(fresh_cache: Path) -> None:
@@ -65,7 +64,7 @@ def test_without_a_compiler_torch_decodes_the_same_tokens(
     monkeypatch.setenv("CC", "no-such-compiler")
     with caplog.at_level(logging.WARNING):
         engine = Engine(params())
-    assert isinstance(engine.runner.model, DecoderModel)
+    assert isinstance(engine.forward, TorchForward)
     assert "no C compiler (no-such-compiler)" in caplog.text
     assert engine.generate([1, 2], max_new_tokens=8).result().token_ids == with_kernels.token_ids
     with pytest.raises(DependencyError, match="install one"):
@@ -91,5 +90,5 @@ def test_an_unwritable_cache_is_done_without(
     blocker.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocker))
     load_library.cache_clear()
-    assert isinstance(Engine(params(), kernels="native").runner.model, NativeModel)
+    assert isinstance(Engine(params(), kernels="native").forward, NativeForward)
     load_library.cache_clear()

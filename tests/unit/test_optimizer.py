@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.core.flavors import flavor_shape
 from nvium_titan.errors import ConfigError
 from nvium_titan.train.model.build import build_model_config
 from nvium_titan.train.optimizer import AdamW, LRSchedule
@@ -96,7 +96,7 @@ def test_adamw_refuses_impossible_numbers(settings, message):
 
 def test_weight_decay_spares_biases_norms_and_the_embedding():
     with torch.device("meta"):
-        model = build_model_config(flavor_dims("debug")).build()
+        model = build_model_config(flavor_shape("debug")).build()
     optimizers = AdamW.Config(lr=0.5, weight_decay=0.25).build(model_parts=[model])
     (optimizer,) = optimizers
     decay = {

@@ -11,6 +11,7 @@ from _pytest.mark import ParameterSet
 
 from nvium_titan.bench.peers import PEER_DTYPES, Peer, load_peer
 from nvium_titan.bundle import BundleConfig, write_bundle
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.decode import Engine, SamplingParams
 from nvium_titan.decode.params import random_tensors
 from nvium_titan.errors import BenchError
@@ -32,20 +33,22 @@ NUM_SAME = {"float32": NUM_NEW, "int4": 2}
 
 def write_small_bundle(path: Path, *, exit_layers: tuple[int, ...] = ()) -> None:
     config = BundleConfig(
-        vocab_size=NUM_IDS,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        rope_theta=5000.0,
-        tie_word_embeddings=False,
-        exit_layers=exit_layers,
-        router_dim=48 if exit_layers else 0,
-        adapter_dim=64 if exit_layers else 0,
+        shape=ModelShape(
+            vocab_size=NUM_IDS,
+            dim=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            ffn_dim=128,
+            rope_theta=5000.0,
+            norm_eps=1e-5,
+            max_seq_len=128,
+            tie_embeddings=False,
+            exit_layers=exit_layers,
+            router_dim=48 if exit_layers else 0,
+            adapter_dim=64 if exit_layers else 0,
+        ),
         final_adapter=False,
         bos_token_id=0,
         eos_token_id=END_ID,

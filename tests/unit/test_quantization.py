@@ -23,7 +23,7 @@ from nvium_titan.bundle.config import stored_bytes, stored_tensors
 from nvium_titan.bundle.quantization import dequantize, int8_scales, is_quantized, quantize_int8
 from nvium_titan.convert.export import quantize_bundle
 from nvium_titan.convert.load import load_model
-from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.core.flavors import flavor_shape
 from nvium_titan.decode import DecoderParams, Engine
 from nvium_titan.errors import BundleError
 from nvium_titan.text.tokenizer import ByteTokenizer
@@ -273,7 +273,7 @@ def test_a_model_is_loaded_in_its_own_type(bundles: tuple[Path, Path], tmp_path:
     assert load_model(float32).dtype == "float32"
     assert load_model(int8).dtype == "int8"
     assert load_model(int8, dtype=torch.float64).dtype == "float64"
-    step, _ = write_checkpoint(tmp_path, flavor_dims("debug"))
+    step, _ = write_checkpoint(tmp_path, flavor_shape("debug"))
     (tmp_path / "bundle.txt").write_text(TEXT)
     words = ["export", str(step), "--out", str(tmp_path / "x"), "--quantize", "int8"]
     assert cli.main([*words, "--text", str(tmp_path / "bundle.txt")]) == 0
@@ -315,7 +315,7 @@ def test_a_checkpoint_is_measured_on_held_out_documentation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli.convert, "HELD_OUT_TOKENS", 300)
-    step, _ = write_checkpoint(tmp_path, flavor_dims("debug"))
+    step, _ = write_checkpoint(tmp_path, flavor_shape("debug"))
     words = ["export", str(tmp_path), "--out", str(tmp_path / "x"), "--quantize", "int8"]
     assert cli.main(words) == 0
     lines = capsys.readouterr().out.splitlines()

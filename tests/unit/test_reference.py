@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from nvium_titan import cli
 from nvium_titan.bundle import read_bundle, write_bundle
 from nvium_titan.convert.reference import export_reference, find_experiment, import_reference
-from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.core.flavors import flavor_shape
 from nvium_titan.errors import BundleError, TokenizerError
 from nvium_titan.text.tokenizer import load_tokenizer
 from tests.helpers.golden import load_json, save_word_tokenizer
@@ -57,7 +57,7 @@ def test_hydra_settings_are_found_where_their_trainer_puts_them(
     file.write_text(yaml.safe_dump(settings))
     assert find_experiment(checkpoint) == file
     import_reference(checkpoint, tmp_path / "bundle")
-    assert read_bundle(tmp_path / "bundle").config.exit_layers == (1, 5)
+    assert read_bundle(tmp_path / "bundle").config.shape.exit_layers == (1, 5)
     file.write_text("router: [")
     with pytest.raises(BundleError, match=r"config.yaml: cannot be read as YAML"):
         import_reference(checkpoint, tmp_path / "bundle")
@@ -86,7 +86,10 @@ def test_yaml_without_pyyaml_names_it(
         (lambda e: e["tying"].update(tie_early_to_final=False), r"tying\.tie_early_to_final=False"),
         (lambda e: e["router"].pop("intermediate_size"), r"key router\.intermediate_size is mis"),
         (lambda e: e.pop("early_layer_idx"), r"key early_layer_idx is missing"),
-        (lambda e: e.update(early_layer_idx=[1, 8]), r"exit_layers=\[1, 8\] is impossible"),
+        (
+            lambda e: e.update(early_layer_idx=[1, 8]),
+            r"exit_layers=\[1, 8\]: 8 must lie in \[1, 7\]",
+        ),
         (lambda e: e.update(early_layer_idx="1,5"), r"exit_layers=\['1,5'\]: must be of type"),
         (lambda e: e["tying"].update(tie_final_to_embeddings=True), r"not part .*lm_head\.weight"),
     ],
@@ -191,12 +194,12 @@ def test_the_command_goes_there_and_back(
 
 
 def test_a_training_checkpoint_becomes_one_of_theirs(tmp_path: Path) -> None:
-    dims = flavor_dims("debug")
-    step, state = write_checkpoint(tmp_path, dims)
+    shape = flavor_shape("debug")
+    step, state = write_checkpoint(tmp_path, shape)
     out = tmp_path / "out"
     words = ["export", str(step), "--out", str(out), "--format", "reference"]
     assert cli.main(words) == 0
-    assert load_json(out / "exp_config.json")["early_layer_idx"] == list(dims.exit_layers)
+    assert load_json(out / "exp_config.json")["early_layer_idx"] == list(shape.exit_layers)
     assert load_json(out / "config.json")["architectures"] == ["NviumModel"]
     head = load_file(out / WEIGHTS)["lm_head.weight"]
     assert torch.equal(head, state["lm_head.weight"])

@@ -19,9 +19,9 @@ from datasets import IterableDataset
 
 from nvium_titan import cli
 from nvium_titan.errors import ConfigError, DataError, DependencyError, TokenizerError
+from nvium_titan.text import parquet
 from nvium_titan.text.documents import Document, Rejected, open_files
 from nvium_titan.text.tokenizer import ByteTokenizer
-from nvium_titan.train.data import parquet
 from nvium_titan.train.data.datasets import TextDataLoader
 from nvium_titan.train.data.prepare import prepare
 from nvium_titan.train.data.shards import (

@@ -17,7 +17,7 @@ from torchtitan.config import ConfigManager
 from nvium_titan import config_registry
 from nvium_titan.config_registry import config_files
 from nvium_titan.core.cost import count_params
-from nvium_titan.core.flavors import flavor_dims, flavor_names
+from nvium_titan.core.flavors import flavor_names, flavor_shape
 from nvium_titan.errors import CheckpointError, ConfigError
 from nvium_titan.train import launch as train
 from nvium_titan.train.config import dump_config, load_config, save_config
@@ -40,7 +40,7 @@ def load_text(tmp_path: Path, text: str, *flags: str) -> NviumTrainer.Config:
 def settings(config: NviumTrainer.Config) -> dict[str, object]:
     """All of a configuration, with the model spec, which holds functions, as its dimensions."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return fields | {"model_spec": config.model_spec.model.dims}
+    return fields | {"model_spec": config.model_spec.model.shape}
 
 
 def test_the_defaults_are_a_configuration_that_reads_back_equal(tmp_path):
@@ -53,8 +53,8 @@ def test_every_shipped_file_loads_builds_and_reads_back_equal(name, tmp_path):
     config = load(FILES[name])
     with torch.device("meta"):
         model = config.model_spec.model.build()
-    dims = flavor_dims(config.model.flavor)
-    assert sum(p.numel() for p in model.parameters()) == sum(count_params(dims).values())
+    shape = flavor_shape(config.model.flavor)
+    assert sum(p.numel() for p in model.parameters()) == sum(count_params(shape).values())
     (tmp_path / "config.toml").write_text(dump_config(config))
     assert settings(load(tmp_path / "config.toml")) == settings(config)
 

@@ -89,7 +89,7 @@ def load_peer(
     checked = read_bundle(bundle)
     if not checked.config.is_plain_llama:
         raise BenchError(
-            f"{bundle}: exit_layers={list(checked.config.exit_layers)}, "
+            f"{bundle}: exit_layers={list(checked.config.shape.exit_layers)}, "
             f"final_adapter={checked.config.final_adapter}: other engines run dense models only"
         )
     module_name, class_name = _CLASSES[name]

@@ -41,7 +41,7 @@ class CTranslate2Peer(Peer):
         self._generator = ctranslate2.Generator(
             str(target), compute_type=dtype, inter_threads=1, intra_threads=threads
         )
-        self._words = token_words(bundle.config.vocab_size)
+        self._words = token_words(bundle.config.shape.vocab_size)
 
     def generate(
         self, prompt_ids: Sequence[int], num_new_tokens: int, on_token: Callable[[int], object]

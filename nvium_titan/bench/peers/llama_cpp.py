@@ -20,6 +20,7 @@ from torch import Tensor
 from nvium_titan.bench.peers.peer import Peer, token_words
 from nvium_titan.bundle import Bundle
 from nvium_titan.bundle.config import BundleConfig
+from nvium_titan.convert.layout import to_interleaved
 from nvium_titan.errors import BenchError
 
 _TYPES = {
@@ -101,40 +102,41 @@ def write_gguf(
 
     Args:
         path: The file.
-        config: The dimensions.
+        config: A dense model's.
         tensors: HF-named, float32.
         dtype: One of `PEER_DTYPES["llama.cpp"]`.
 
     Raises:
         BenchError: If the rows of a matrix are no multiple of a block of q8_0.
     """
+    shape = config.shape
     kind, file_type = _TYPES[dtype]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(shape.max_seq_len)
+    writer.add_embedding_length(shape.dim)
+    writer.add_block_count(shape.num_layers)
+    writer.add_feed_forward_length(shape.ffn_dim)
+    writer.add_head_count(shape.num_heads)
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_theta)
+    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    writer.add_vocab_size(shape.vocab_size)
     writer.add_file_type(file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(token_words(config.vocab_size))
-    writer.add_token_scores([0.0] * config.vocab_size)
-    writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
-    writer.add_eos_token_id(config.vocab_size - 1)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    writer.add_token_list(token_words(shape.vocab_size))
+    writer.add_token_scores([0.0] * shape.vocab_size)
+    writer.add_token_types([gguf.TokenType.NORMAL] * shape.vocab_size)
+    writer.add_eos_token_id(shape.vocab_size - 1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, shape.num_layers)
     for name, tensor in tensors.items():
         if name.endswith("q_proj.weight"):
-            tensor = _interleaved(tensor, num_heads=config.num_attention_heads)
+            tensor = to_interleaved(tensor, num_heads=shape.num_heads)
         elif name.endswith("k_proj.weight"):
-            tensor = _interleaved(tensor, num_heads=config.num_key_value_heads)
+            tensor = to_interleaved(tensor, num_heads=shape.num_kv_heads)
         of = kind if tensor.dim() > 1 else gguf.GGMLQuantizationType.F32
         try:
             data = gguf.quants.quantize(tensor.numpy(), of)
@@ -145,9 +147,3 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _interleaved(weight_OI: Tensor, *, num_heads: int) -> Tensor:
-    """Return a query or key matrix with its rows in the order of llama.cpp's RoPE: by pairs."""
-    halves = weight_OI.reshape(num_heads, 2, -1, weight_OI.shape[1])
-    return halves.transpose(1, 2).reshape(weight_OI.shape)

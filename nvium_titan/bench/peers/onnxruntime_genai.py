@@ -56,7 +56,7 @@ class OnnxRuntimePeer(Peer):
             raise BenchError(f"peer onnxruntime-genai: its model builder failed: {reason}")
         config = onnxruntime_genai.Config(str(target))
         settings = {
-            "eos_token_id": bundle.config.vocab_size - 1,
+            "eos_token_id": bundle.config.shape.vocab_size - 1,
             "decoder": {"session_options": {"intra_op_num_threads": threads}},
         }
         config.overlay(json.dumps({"model": settings}))

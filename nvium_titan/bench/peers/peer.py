@@ -80,7 +80,7 @@ def write_plain_folder(bundle: Bundle, folder: Path, *, max_seq_len: int) -> Non
         link.unlink(missing_ok=True)
         link.symlink_to(source.resolve())
     # A word per row of the embedding, so that no converter changes the vocabulary.
-    words = token_words(bundle.config.vocab_size)
+    words = token_words(bundle.config.shape.vocab_size)
     word_level = models.WordLevel({word: index for index, word in enumerate(words)}, words[0])
     Tokenizer(word_level).save(str(folder / "tokenizer.json"))
     special = {"bos_token": words[0], "eos_token": words[1], "unk_token": words[0]}

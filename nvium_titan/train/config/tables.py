@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
-from nvium_titan.core.cost import ModelDims
-from nvium_titan.core.flavors import flavor_dims, router_dim_of
-from nvium_titan.core.shape import resolve_exit_plan
+from nvium_titan.core.flavors import flavor_shape, router_dim_of
+from nvium_titan.core.shape import ModelShape, resolve_exit_layers
 from nvium_titan.errors import ConfigError
 
 Trainable = Literal["all", "junctions"]
@@ -73,7 +72,7 @@ class Float8Table:
     adapters."""
 
 
-def resolve_dims(model: ModelTable, nvium: NviumTable) -> ModelDims:
+def resolve_shape(model: ModelTable, nvium: NviumTable) -> ModelShape:
     """Return a flavor's numbers with the two tables applied.
 
     Args:
@@ -83,51 +82,34 @@ def resolve_dims(model: ModelTable, nvium: NviumTable) -> ModelDims:
     Raises:
         ConfigError: If the numbers are impossible or disagree.
     """
-    base = flavor_dims(model.flavor)
-
-    def given(table: Any, key: str, otherwise: Any) -> Any:
-        value = getattr(table, key)
-        return otherwise if value is None else value
-
-    dim = given(model, "dim", base.dim)
-    num_layers = given(model, "num_layers", base.num_layers)
-    num_heads = given(model, "num_heads", base.num_heads)
-    head_dim = model.head_dim
-    if head_dim is None:
-        reshaped = (dim, num_heads) != (base.dim, base.num_heads)
-        if reshaped and dim % num_heads:
+    base = flavor_shape(model.flavor)
+    changed = {key: value for key, value in asdict(model).items() if value is not None}
+    del changed["flavor"]
+    numbers = asdict(base) | changed
+    dim, num_layers, num_heads = (numbers[key] for key in ("dim", "num_layers", "num_heads"))
+    if model.head_dim is None and (dim, num_heads) != (base.dim, base.num_heads):
+        if dim % num_heads:
             raise ConfigError(
                 f"num_heads={num_heads} does not divide dim={dim}; fix [model], or give head_dim"
             )
-        head_dim = dim // num_heads if reshaped else base.head_dim
-    num_kv_heads = model.num_kv_heads
-    if num_kv_heads is None:
-        full = base.num_kv_heads == base.num_heads
-        num_kv_heads = num_heads if full else base.num_kv_heads
-    exit_layers = nvium.exit_layers
-    num_exits = nvium.num_exits
+        numbers["head_dim"] = dim // num_heads
+    if model.num_kv_heads is None and base.num_kv_heads == base.num_heads:
+        numbers["num_kv_heads"] = num_heads
+    exit_layers, num_exits = nvium.exit_layers, nvium.num_exits
     if exit_layers is None and num_exits is None and num_layers == base.num_layers:
         exit_layers = list(base.exit_layers)
     if num_exits is None:
         num_exits = len(base.exit_layers if exit_layers is None else exit_layers) + 1
-    plan = resolve_exit_plan(num_layers=num_layers, num_exits=num_exits, exit_layers=exit_layers)
-    default_adapter = dim if base.adapter_dim or plan.exit_layers else 0
-    default_router = (
-        base.router_dim if (base.router_dim and dim == base.dim) else router_dim_of(dim)
-    )
-    return ModelDims(
-        vocab_size=given(model, "vocab_size", base.vocab_size),
-        dim=dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        ffn_dim=given(model, "ffn_dim", base.ffn_dim),
-        rope_theta=given(model, "rope_theta", base.rope_theta),
-        norm_eps=given(model, "norm_eps", base.norm_eps),
-        max_seq_len=given(model, "max_seq_len", base.max_seq_len),
-        tie_embeddings=given(model, "tie_embeddings", base.tie_embeddings),
-        exit_layers=plan.exit_layers,
-        router_dim=given(nvium, "router_dim", default_router) if plan.exit_layers else 0,
-        adapter_dim=given(nvium, "adapter_dim", default_adapter),
-    )
+    exits = resolve_exit_layers(num_layers=num_layers, num_exits=num_exits, exit_layers=exit_layers)
+    router_dim, adapter_dim = nvium.router_dim, nvium.adapter_dim
+    if router_dim is None:
+        is_kept = base.router_dim and dim == base.dim
+        router_dim = base.router_dim if is_kept else router_dim_of(dim)
+    if adapter_dim is None:
+        adapter_dim = dim if base.adapter_dim or exits else 0
+    numbers |= {
+        "exit_layers": exits,
+        "router_dim": router_dim if exits else 0,
+        "adapter_dim": adapter_dim,
+    }
+    return ModelShape(**numbers)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from nvium_titan.core.cost import ModelDims
-from nvium_titan.core.flavors import flavor_dims
+from nvium_titan.core.flavors import flavor_shape
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.train.config.tables import Trainable
 from nvium_titan.train.model.build import build_model_config
 from nvium_titan.train.model.parallelize import parallelize_junctions, parallelize_nvium
@@ -15,18 +15,18 @@ from nvium_titan.train.model.state_dict_adapter import NviumStateDictAdapter
 __all__ = ["model_registry", "model_spec"]
 
 
-def model_spec(dims: ModelDims, *, flavor: str, trainable: Trainable = "all") -> ModelSpec:
+def model_spec(shape: ModelShape, *, flavor: str, trainable: Trainable = "all") -> ModelSpec:
     """Return torchtitan's spec of a shape.
 
     Args:
-        dims: The numbers.
+        shape: The numbers.
         flavor: The name that logs and checkpoints show.
         trainable: What is trained: everything, or the junctions alone.
     """
     return ModelSpec(
         name="nvium",
         flavor=flavor,
-        model=build_model_config(dims),
+        model=build_model_config(shape),
         parallelize_fn=parallelize_nvium if trainable == "all" else parallelize_junctions,
         pipelining_fn=pipeline_nvium,
         post_optimizer_build_fn=None,
@@ -40,4 +40,4 @@ def model_registry(flavor: str) -> ModelSpec:
     Raises:
         ConfigError: If there is no such flavor.
     """
-    return model_spec(flavor_dims(flavor), flavor=flavor)
+    return model_spec(flavor_shape(flavor), flavor=flavor)

@@ -7,18 +7,18 @@ from typing import Any
 
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from nvium_titan.core.cost import ModelDims
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import ConfigError, nearest
 
 PIPELINE_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 """Schedules that run a stage's whole backward pass at once, and log on the last rank."""
 
 
-def check_layout(dims: ModelDims, *, parallelism: Any, training: Any, trainable: str) -> None:
+def check_layout(shape: ModelShape, *, parallelism: Any, training: Any, trainable: str) -> None:
     """Check that a model can be split as asked.
 
     Args:
-        dims: The numbers of the model.
+        shape: The numbers of the model.
         parallelism: torchtitan's table `[parallelism]`.
         training: torchtitan's table `[training]`.
         trainable: `[nvium] trainable`.
@@ -37,19 +37,19 @@ def check_layout(dims: ModelDims, *, parallelism: Any, training: Any, trainable:
             "has no experts; set it to 1"
         )
     if parallelism.tensor_parallel_degree > 1:
-        _check_tensor_parallel(dims, parallelism, training)
+        _check_tensor_parallel(shape, parallelism, training)
     if parallelism.pipeline_parallel_degree > 1:
-        _check_pipeline(dims, parallelism, training, trainable)
+        _check_pipeline(shape, parallelism, training, trainable)
 
 
-def _check_tensor_parallel(dims: ModelDims, parallelism: Any, training: Any) -> None:
+def _check_tensor_parallel(shape: ModelShape, parallelism: Any, training: Any) -> None:
     degree = parallelism.tensor_parallel_degree
     rules = {
-        "[model] num_heads": dims.num_heads,
-        "[model] num_kv_heads": dims.num_kv_heads,
-        "[model] ffn_dim": dims.ffn_dim,
+        "[model] num_heads": shape.num_heads,
+        "[model] num_kv_heads": shape.num_kv_heads,
+        "[model] ffn_dim": shape.ffn_dim,
         # torchtitan would round it up in the weights, and so in checkpoints.
-        "[model] vocab_size": dims.vocab_size,
+        "[model] vocab_size": shape.vocab_size,
     }
     if parallelism.enable_sequence_parallel:
         rules["[training] seq_len"] = training.seq_len
@@ -67,10 +67,10 @@ def _listed(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _check_pipeline(dims: ModelDims, parallelism: Any, training: Any, trainable: str) -> None:
+def _check_pipeline(shape: ModelShape, parallelism: Any, training: Any, trainable: str) -> None:
     degree = parallelism.pipeline_parallel_degree
     asked = f"[parallelism] pipeline_parallel_degree={degree}"
-    if dims.tie_embeddings:
+    if shape.tie_embeddings:
         raise ConfigError(
             f"{asked}: embedding and head lie on different stages and cannot share a weight; set "
             "[model] tie_embeddings = false"
@@ -99,11 +99,11 @@ def _check_pipeline(dims: ModelDims, parallelism: Any, training: Any, trainable:
             f'(csv "{parallelism.pipeline_parallel_schedule_csv or ""}"): not supported'
             + nearest(name, PIPELINE_SCHEDULES)
         )
-    _check_stages(dims, parallelism, name)
+    _check_stages(shape, parallelism, name)
 
 
-def _check_stages(dims: ModelDims, parallelism: Any, schedule: str) -> None:
-    degree, num_layers = parallelism.pipeline_parallel_degree, dims.num_layers
+def _check_stages(shape: ModelShape, parallelism: Any, schedule: str) -> None:
+    degree, num_layers = parallelism.pipeline_parallel_degree, shape.num_layers
     is_single = issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
     given = parallelism.module_fqns_per_model_part
     if given is not None:

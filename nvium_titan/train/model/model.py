@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 
-from nvium_titan.core.cost import ModelDims, forward_flops
-from nvium_titan.core.shape import ExitPlan
+from nvium_titan.core.cost import forward_flops
+from nvium_titan.core.shape import ModelShape
 from nvium_titan.train.model.junction import Junction
 from nvium_titan.train.model.sharding import set_nvium_sharding
 
@@ -97,13 +97,8 @@ class NviumModel(Llama3Model):
     class Config(Llama3Model.Config):
         """The decoder's config tree; `train.model.build` makes it."""
 
-        dims: ModelDims
+        shape: ModelShape
         """The numbers that the tree was built from."""
-
-        @property
-        def plan(self) -> ExitPlan:
-            """Where the exits are."""
-            return self.dims.plan
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Set RoPE length and parameter placements for a run."""
@@ -112,7 +107,7 @@ class NviumModel(Llama3Model):
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """Return the parameter count and the training FLOPs per token (3 x forward)."""
-            flops = sum(forward_flops(self.dims, seq_len=seq_len).values())
+            flops = sum(forward_flops(self.shape, seq_len=seq_len).values())
             return sum(p.numel() for p in model.parameters()), 3 * flops
 
     def get_attention_masks(self, positions: Tensor) -> Any:

@@ -15,15 +15,15 @@ class NviumStateDictAdapter(StateDictAdapter):
 
     def __init__(self, model_config: NviumModel.Config, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)
-        self._dims = model_config.dims
+        self._shape = model_config.shape
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the parameters under HF names, q and k in rotate-half layout."""
-        return to_bundle(state_dict, self._dims)
+        return to_bundle(state_dict, self._shape)
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the parameters under native names, q and k in interleaved layout."""
-        native = to_native(hf_state_dict, self._dims)
-        if self._dims.tie_embeddings and "tok_embeddings.weight" in native:
+        native = to_native(hf_state_dict, self._shape)
+        if self._shape.tie_embeddings and "tok_embeddings.weight" in native:
             native["lm_head.weight"] = native["tok_embeddings.weight"]
         return native

@@ -1,8 +1,7 @@
 """A junction and a draw for the inside of a graph: a few Triton kernels each, or torch operations.
 
     junction(states_SD, position_1, threshold)      n, the router logit, does the token leave
-    draw_token(logits_V, key_1, temperature_1)      the token of softmax(logits / temperature)
-    draw_filtered(logits_V, ...)                    the same behind top-k, top-p and min-p; in torch
+    draw_in_graph(logits_V, key_1, filters)         the token; with top-k, top-p, min-p in torch
 
 The torch operations are the oracle of the kernels, and what runs wherever Triton does not: a
 junction is about a dozen of them where three kernels do, a draw about thirty where two do. Both
@@ -14,16 +13,17 @@ Shapes: S slots, D width, R router width, V vocabulary, B blocks of it; 1 is one
 
 from __future__ import annotations
 
-import math
 from importlib.util import find_spec
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from nvium_titan.decode.forward.torch import DecoderModel
+from nvium_titan.decode.forward.torch import TorchForward
+from nvium_titan.decode.noise import gumbel_of_keys
 from nvium_titan.decode.params import DecoderParams
-from nvium_titan.decode.sampling import gumbel_of_keys, keep_likeliest
+from nvium_titan.decode.sampling import Filters, choose
 
 _ROWS_PER_PROGRAM = 2
 """Outputs of a router's layer that one program makes: enough programs for every multiprocessor."""
@@ -51,13 +51,13 @@ class Junction(Protocol):
         """Return n, the router logit, and whether the token leaves. No host read.
 
         N-vium (arXiv:2605.13190), Sec. 4: w_k = sigmoid(z_k), z_k from the router behind n_k. The
-        router is the authors' code's, as in `DecoderModel.router_logit`.
+        router is the authors' code's, as in `TorchForward.router_logit`.
 
         Args:
             states_SD: The boundary state behind the block, contiguous.
             position_1: Which row of it, int64, on the device.
             threshold: The router logit above which the token leaves, float64, shape (); at -inf it
-                leaves and at +inf it goes on, whatever the router says (`exit_thresholds`).
+                leaves and at +inf it goes on, whatever the router says (`ExitPolicy.thresholds`).
         """
 
 
@@ -66,22 +66,22 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def build_junction(model: DecoderModel, junction_index: int) -> Junction:
+def build_junction(model: TorchForward, junction_index: int) -> Junction:
     """Return a junction: Triton kernels where they can run, torch operations elsewhere."""
     if has_kernels(model.params.device):
         return TritonJunction(model.params, junction_index)
     return TorchJunction(model, junction_index)
 
 
-class TorchJunction:
+class TorchJunction(Junction):
     """A junction in torch operations: to the bit what the engine gives without graphs."""
 
-    def __init__(self, model: DecoderModel, junction_index: int) -> None:
+    def __init__(self, model: TorchForward, junction_index: int) -> None:
         self._model = model
         self._junction_index = junction_index
 
+    @override
     def __call__(self, states_SD: Tensor, position_1: Tensor, threshold: Tensor) -> JunctionResult:
-        """See `Junction`."""
         h_1D = states_SD.index_select(0, position_1)
         n_1D = self._model.exit_norm(self._junction_index, h_1D)
         router_logit_1 = self._model.router_logit(self._junction_index, n_1D)
@@ -89,7 +89,7 @@ class TorchJunction:
         return JunctionResult(n_1D, router_logit_1, leaves, ~leaves)
 
 
-class TritonJunction:
+class TritonJunction(Junction):
     """A junction in three kernels: norm and first layer; second layer; norm, head, comparison.
 
     Sums and what lies between the layers are float32 (float64 in a float64 model), where the torch
@@ -104,19 +104,19 @@ class TritonJunction:
             junction_index: Which junction, from 0.
         """
         weights = params.exits[junction_index]
-        router, width = weights.router, params.config.hidden_size
+        router = weights.router
         assert router is not None, "the last exit has no router"
-        self._eps = params.config.rms_norm_eps
-        self._gain_D = weights.norm_2D[:width].contiguous()
-        self._fc1_RD = router.fc1_DR.t().contiguous()
+        self._eps = params.shape.norm_eps
+        self._gain_D = weights.norm_D
+        self._fc1_RD = router.fc1.weight_IO.t().contiguous()
         self._fc1_bias_R = router.fc1_bias_R
-        self._fc2_DR = router.fc2_R2D[:, :width].t().contiguous()
-        self._fc2_bias_D = router.fc2_bias_2D[:width].contiguous()
-        self._leave_D = router.norm_2D[:width] * router.leave_2D[:width]
+        self._fc2_DR = router.fc2.weight_IO.t().contiguous()
+        self._fc2_bias_D = router.fc2_bias_D
+        self._leave_D = router.norm_D * router.leave_D
         self._leave_bias_1 = router.leave_bias
 
+    @override
     def __call__(self, states_SD: Tensor, position_1: Tensor, threshold: Tensor) -> JunctionResult:
-        """See `Junction`."""
         # Triton is there only with torch's CUDA builds.
         import triton
 
@@ -148,36 +148,33 @@ class TritonJunction:
         return JunctionResult(n_1D, router_logit_1, leaves, goes_on)
 
 
-def draw_token(logits_V: Tensor, key_1: Tensor, temperature_1: Tensor) -> Tensor:
-    """Return the token that `Noise.draw` gives for these logits without a filter. No host read.
+def draw_in_graph(logits_V: Tensor, key_1: Tensor, filters: Filters) -> Tensor:
+    """Return the token that `sampling.draw_token` gives for these logits. No host read.
 
     Args:
         logits_V: Logits of the tokens that may be sampled, shape (V,), contiguous.
-        key_1: `Draw.key`, as int64, shape (1,).
-        temperature_1: `SamplingParams.temperature`, float64, shape (1,); 0 is the argmax.
+        key_1: `Noise.token_key`, as int64, shape (1,).
+        filters: The law F as tensors of shape (1,), float64 or int64; temperature 0 is the argmax.
 
     Returns:
         Shape (1,), int64, below V whatever the logits are.
     """
-    draw = draw_in_triton if has_kernels(logits_V.device) else draw_in_torch
-    return draw(logits_V, key_1, temperature_1)
-
-
-def draw_in_torch(logits_V: Tensor, key_1: Tensor, temperature_1: Tensor) -> Tensor:
-    """Return the token in the arithmetic of `Noise.draw`, to the bit; see `draw_token`."""
+    has_filter = any(limit is not None for limit in filters[1:])
+    temperature_1 = filters.temperature
+    assert isinstance(temperature_1, Tensor), "a graph bakes numbers in"
+    if has_kernels(logits_V.device) and not has_filter:
+        return draw_in_triton(logits_V, key_1, temperature_1)
     is_greedy_1 = temperature_1 == 0
-    wide_V = logits_V.double()
-    scaled_V = (wide_V - wide_V.amax()) / temperature_1.masked_fill(is_greedy_1, 1.0)
-    scaled_V = torch.where(is_greedy_1 | (temperature_1 == 1), wide_V, scaled_V)
     gumbel_V = gumbel_of_keys(key_1, len(logits_V))[0].masked_fill(is_greedy_1, 0.0)
-    return (scaled_V + gumbel_V).argmax(0, keepdim=True)
+    filters = filters._replace(temperature=temperature_1.masked_fill(is_greedy_1, 1.0))
+    return choose(logits_V, gumbel_V, filters).view(1)
 
 
 def draw_in_triton(logits_V: Tensor, key_1: Tensor, temperature_1: Tensor) -> Tensor:
     """Return the token in two kernels: the best of each block of ids, the best of those.
 
     The same up to the rounding of float64: a block knows its own largest logit only, and the
-    difference to the largest of all is taken off at the end. See `draw_token`.
+    difference to the largest of all is taken off at the end. See `draw_in_graph`.
     """
     # Triton is there only with torch's CUDA builds.
     import triton
@@ -197,32 +194,3 @@ def draw_in_triton(logits_V: Tensor, key_1: Tensor, temperature_1: Tensor) -> Te
         BLOCK=triton.next_power_of_2(num_blocks),
     )  # fmt: skip
     return token_1
-
-
-def draw_filtered(
-    logits_V: Tensor,
-    key_1: Tensor,
-    temperature_1: Tensor,
-    *,
-    top_k_1: Tensor,
-    top_p_1: Tensor,
-    log_min_p_1: Tensor,
-) -> Tensor:
-    """Return the token that `Noise.draw` gives with a filter, in its arithmetic. No host read.
-
-    Args:
-        logits_V: As `draw_token` takes it, as the others.
-        key_1: Likewise.
-        temperature_1: Likewise, but positive.
-        top_k_1: As `filter_limits` gives it, int64, shape (1,).
-        top_p_1: Likewise, float64.
-        log_min_p_1: Likewise, float64.
-
-    Returns:
-        As `draw_token`.
-    """
-    logits_V = logits_V.double()
-    logits_V = (logits_V - logits_V.amax()) / temperature_1
-    logits_V = keep_likeliest(logits_V, top_k=top_k_1, top_p=top_p_1)
-    logits_V = logits_V.masked_fill(logits_V < log_min_p_1, -math.inf)
-    return (logits_V + gumbel_of_keys(key_1, len(logits_V))[0]).argmax(0, keepdim=True)

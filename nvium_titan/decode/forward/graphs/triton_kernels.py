@@ -7,11 +7,11 @@ a float64 model. Names in capitals are compiled in.
 import triton
 import triton.language as tl
 
-from nvium_titan.decode import sampling
+from nvium_titan.decode import noise
 
-_GOLDEN = tl.constexpr(sampling._GOLDEN)
-_MIX_1 = tl.constexpr(sampling._MIX_1)
-_MIX_2 = tl.constexpr(sampling._MIX_2)
+_GOLDEN = tl.constexpr(noise.GOLDEN)
+_MIX_1 = tl.constexpr(noise.MIX_1)
+_MIX_2 = tl.constexpr(noise.MIX_2)
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def draw_in_blocks(
 ):  # fmt: skip
     """Write the largest logit of a block of ids, its best (logit - largest) / T + noise, and whose.
 
-    The noise is that of `sampling.gumbel_of_keys`. At T = 0 the best is the largest itself.
+    The noise is that of `noise.gumbel_of_keys`. At T = 0 the best is the largest itself.
     """
     ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + ids, mask=ids < num_tokens, other=float("-inf")).to(tl.float64)

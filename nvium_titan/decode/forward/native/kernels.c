@@ -34,7 +34,7 @@ typedef uint32_t words __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(32), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
-// A matrix (O, I) in panels; see native/model.py for the three packings.
+// A matrix (O, I) in panels; see forward.py for the three packings.
 typedef struct {
     const void *weights;
     const float *scales;  // (O,), int8 only
@@ -51,7 +51,7 @@ typedef struct {
 typedef struct {
     int32_t kind, width, heads, kv_heads, head_dim, ffn;
     float eps, scale;    // scale of the attention scores
-    const float *rope;   // (S, H / 2, 2): cosine, sine
+    const float *rope;   // (S, H): cosines of the pairs, then sines
 } Dims;
 
 // Rows first .. first + rows - 1 of one sequence.
@@ -270,11 +270,14 @@ INLINE float gelu(float x) { return 0.5f * x * (1 + erff(x * 0.70710678f)); }
 
 // ---- attention -----------------------------------------------------------------------------
 
+// The two features of a rotary pair are half a head apart.
 static void rotate(float *head, const float *rope, int head_dim) {
-    for (int p = 0; p < head_dim; p += 2) {
-        float a = head[p], b = head[p + 1];
-        head[p] = a * rope[p] - b * rope[p + 1];
-        head[p + 1] = a * rope[p + 1] + b * rope[p];
+    const int pairs = head_dim / 2;
+    const float *sine = rope + pairs;
+    for (int p = 0; p < pairs; p++) {
+        float a = head[p], b = head[p + pairs];
+        head[p] = a * rope[p] - b * sine[p];
+        head[p + pairs] = a * sine[p] + b * rope[p];
     }
 }
 

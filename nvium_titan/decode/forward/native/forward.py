@@ -1,7 +1,7 @@
 """The forward pass of inference on the CPU, in the kernels of `kernels.c`.
 
-Does what `decode.forward.torch.DecoderModel` does, which is its slow twin in the tests. Weights are
-float32, bfloat16 or int8; the residual stream, the KV cache and all sums are float32.
+Does what `TorchForward` does, which is its slow twin in the tests. Weights are float32, bfloat16 or
+int8; the residual stream, the KV cache and all sums are float32.
 
 Shapes: T rows, D width, V vocabulary, O outputs, I inputs, P panels of 16 outputs.
 """
@@ -28,23 +28,25 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
-from nvium_titan.bundle.quantization import int8_scales
-from nvium_titan.decode.deferred import DECODE_BUCKETS, PREFILL_BUCKETS, FilledCounts
-from nvium_titan.decode.forward.base import Group, TokenRun, TokenRunner
+from nvium_titan.decode.forward.base import Forward, Group, TokenJob, TokenRun
 from nvium_titan.decode.forward.native.build import load_library
-from nvium_titan.decode.forward.torch import rope_table
-from nvium_titan.decode.kv_cache import BufferPool, SequenceBuffers
-from nvium_titan.decode.needs import NeedToken
-from nvium_titan.decode.params import DecoderParams
-from nvium_titan.decode.sampling import Draw, Sampler
+from nvium_titan.decode.forward.torch import rope_angles
+from nvium_titan.decode.params import DecoderParams, Matrix
+from nvium_titan.decode.sampling import Draw, draw_token
+from nvium_titan.decode.sequence import (
+    LARGEST_GROUP,
+    LARGEST_PREFILL,
+    BufferPool,
+    DecodeState,
+    SequenceBuffers,
+)
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PANEL = 16
 _STRIP = 4 * _PANEL
-_STRIP = 4 * _PANEL
 _PLAIN_ACT, _SILU, _GELU = 0, 1, 2
-_MOST_ROWS = PREFILL_BUCKETS[-1]
 
 
 class _Linear(Structure):
@@ -106,82 +108,75 @@ class _Model(Structure):
     )
 
 
-class NativeModel:
+class NativeForward(Forward):
     """Packed weights; runs blocks on a sequence's buffers. Read-only after construction.
 
     One call runs at a time: it uses all threads of torch's setting and one work space.
     """
 
-    looks_ahead = False
+    buffer_pool: BufferPool | None = None
+    state_dtype = torch.float32
 
     def __init__(self, params: DecoderParams, *, num_slots: int) -> None:
         """Pack the weights.
 
         Args:
-            params: The weights, on the CPU. float32, bfloat16, or float32 on an int8 grid.
+            params: The weights, on the CPU: float32, bfloat16 or int8.
             num_slots: Largest number of slots that any sequence will have.
 
         Raises:
             DependencyError: If there is no C compiler, or it fails.
         """
-        config = params.config
+        shape = params.shape
         self.params = params.without_weights()
-        self.state_dtype = torch.float32
-        self.sampler: Sampler | None = self._sample
-        self.token_runner: TokenRunner | None = self._run_token
-        self.buffer_pool: BufferPool | None = None
         self._library = load_library()
         self._library.nvium_work_floats.restype = c_long
         self._kept: list[Tensor] = []
-        self._dtype = torch.int8 if params.is_int8 else params.dtype
-        self._kind = _KINDS[self._dtype]
-        self._width = config.hidden_size
-        self._num_tokens = params.num_tokens
-        self._eps = config.rms_norm_eps
+        self._kind = _KINDS[torch.int8 if params.is_int8 else params.dtype]
+        self._width = shape.dim
+        self._eps = shape.norm_eps
         self._num_slots = num_slots
+        angles = rope_angles(shape, num_slots=num_slots)
         self._dims = _Dims(
             kind=self._kind,
-            width=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            ffn=config.intermediate_size,
-            eps=config.rms_norm_eps,
-            scale=config.head_dim**-0.5 if params.is_low_precision else 1.0,
-            rope=self._keep(torch.view_as_real(rope_table(config, num_slots=num_slots)).float()),
+            width=shape.dim,
+            heads=shape.num_heads,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            ffn=shape.ffn_dim,
+            eps=shape.norm_eps,
+            scale=shape.head_dim**-0.5,
+            rope=self._keep(torch.cat((angles.cos(), angles.sin()), dim=1)),
         )
-        ffn = config.intermediate_size
         self._blocks = []
-        for block in config.plan.blocks:
+        for block in shape.blocks:
             layers = (_Layer * len(block))()
             for packed, index in zip(layers, block, strict=True):
                 layer = params.layers[index]
-                packed.attn_norm = self._keep(layer.attn_norm_2D[: self._width].float())
-                packed.mlp_norm = self._keep(layer.mlp_norm_2D[: self._width].float())
-                packed.qkv = self._pack(layer.qkv_DW)
-                packed.attn_out = self._pack(layer.attn_out_QD)
-                packed.gate = self._pack(layer.gate_up_D2F[:, :ffn])
-                packed.up = self._pack(layer.gate_up_D2F[:, ffn:])
-                packed.down = self._pack(layer.down_FD)
+                packed.attn_norm = self._keep(layer.attn_norm_D)
+                packed.mlp_norm = self._keep(layer.mlp_norm_D)
+                packed.qkv = self._pack(layer.qkv)
+                packed.attn_out = self._pack(layer.attn_out)
+                packed.gate = self._pack(layer.gate_up, outputs=slice(shape.ffn_dim))
+                packed.up = self._pack(layer.gate_up, outputs=slice(shape.ffn_dim, None))
+                packed.down = self._pack(layer.down)
             self._blocks.append(layers)
         exits = (_Exit * len(params.exits))()
         for packed_exit, weights in zip(exits, params.exits, strict=True):
-            packed_exit.norm = self._keep(weights.norm_2D[: self._width].float())
-            if weights.adapter_in_DA is not None and weights.adapter_out_AD is not None:
+            packed_exit.norm = self._keep(weights.norm_D)
+            if weights.adapter is not None:
                 packed_exit.has_adapter = 1
-                packed_exit.adapter_in = self._pack(weights.adapter_in_DA)
-                packed_exit.adapter_out = self._pack(weights.adapter_out_AD)
+                packed_exit.adapter_in = self._pack(weights.adapter.inner)
+                packed_exit.adapter_out = self._pack(weights.adapter.outer)
             if weights.router is not None:
                 router = weights.router
-                packed_exit.fc1 = self._pack(router.fc1_DR, bias=router.fc1_bias_R)
-                packed_exit.fc2 = self._pack(
-                    router.fc2_R2D[:, : self._width], bias=router.fc2_bias_2D[: self._width]
-                )
-                packed_exit.router_norm = self._keep(router.norm_2D[: self._width].float())
-                packed_exit.leave = self._keep(router.leave_2D[: self._width].float())
+                packed_exit.fc1 = self._pack(router.fc1, bias=router.fc1_bias_R)
+                packed_exit.fc2 = self._pack(router.fc2, bias=router.fc2_bias_D)
+                packed_exit.router_norm = self._keep(router.norm_D)
+                packed_exit.leave = self._keep(router.leave_D)
                 packed_exit.leave_bias = float(router.leave_bias)
         self._exits = exits
-        self._head = self._pack(params.head_VD.t())
+        self._head = self._pack(params.head)
         self._block_pointers = (c_void_p * len(self._blocks))(*map(addressof, self._blocks))
         self._layer_counts = (c_int32 * len(self._blocks))(*map(len, self._blocks))
         self._model = _Model(
@@ -199,34 +194,39 @@ class NativeModel:
         self._token_threads = self._token_floats = 0
 
     def _keep(self, tensor: Tensor) -> int:
-        """Return the address of a tensor that lives as long as the model."""
+        """Return the address of a tensor's float32 copy, which lives as long as the forward."""
+        return self._keep_as_is(tensor.float())
+
+    def _keep_as_is(self, tensor: Tensor) -> int:
         self._kept.append(tensor.contiguous())
         return self._kept[-1].data_ptr()
 
-    def _pack(self, weight_IO: Tensor, *, bias: Tensor | None = None) -> _Linear:
-        """Return a matrix in panels of 16 outputs, (P, I, 16), in the order the kernels read.
+    def _pack(
+        self, matrix: Matrix, *, outputs: slice = slice(None), bias: Tensor | None = None
+    ) -> _Linear:
+        """Return some outputs of a matrix in panels of 16, (P, I, 16), in the kernels' order.
 
         bfloat16: a 32-bit word holds outputs j and j + 8. int8: inputs go in pairs, (P, I / 2, 16,
         2).
         """
+        weight_IO = matrix.weight_IO[:, outputs]
         num_inputs, num_outputs = weight_IO.shape
         short = -num_outputs % _PANEL
         weight_OI = F.pad(weight_IO.t(), (0, 0, 0, short))
         linear = _Linear(inputs=num_inputs, outputs=num_outputs)
-        if self._dtype == torch.int8:
-            scales_O = int8_scales(weight_OI)
-            integers_OI = F.pad((weight_OI / scales_O[:, None]).round(), (0, num_inputs % 2))
-            panels = integers_OI.to(torch.int8).view(-1, _PANEL, (num_inputs + 1) // 2, 2)
-            linear.weights = self._keep(panels.transpose(1, 2))
-            linear.scales = self._keep(scales_O)
+        if matrix.scale_O is not None:
+            panels = F.pad(weight_OI, (0, num_inputs % 2))
+            panels = panels.view(-1, _PANEL, (num_inputs + 1) // 2, 2).transpose(1, 2)
+            linear.scales = self._keep(F.pad(matrix.scale_O[outputs], (0, short)))
+            # As many bits of an activation as cannot overflow the int32 sum.
             linear.levels = min(32767, (2**31 - 1) // (127 * num_inputs))
         else:
-            panels = weight_OI.to(self._dtype).view(-1, _PANEL, num_inputs).transpose(1, 2)
-            if self._dtype == torch.bfloat16:
+            panels = weight_OI.view(-1, _PANEL, num_inputs).transpose(1, 2)
+            if weight_OI.dtype == torch.bfloat16:
                 panels = panels.reshape(*panels.shape[:2], 2, _PANEL // 2).transpose(2, 3)
-            linear.weights = self._keep(panels)
+        linear.weights = self._keep_as_is(panels)
         if bias is not None:
-            linear.bias = self._keep(F.pad(bias.float(), (0, short)))
+            linear.bias = self._keep(F.pad(bias, (0, short)))
         return linear
 
     def _work_space(self, num_floats: int) -> int:
@@ -236,8 +236,8 @@ class NativeModel:
 
     # --- what an engine calls -------------------------------------------------------------------
 
+    @override
     def embed(self, buffers: SequenceBuffers, token_ids: Sequence[int], *, first: int) -> None:
-        """Write the embeddings of `token_ids` at positions `first`, `first` + 1, ..."""
         rows_TD = buffers.boundary_SD[0].narrow(0, first, len(token_ids))
         if len(token_ids) == 1:
             rows_TD.copy_(self.params.embedding_VD[token_ids[0]])
@@ -245,10 +245,7 @@ class NativeModel:
             rows_TD.copy_(self.params.embedding_VD[torch.tensor(token_ids)])
 
     def run_block(self, block_index: int, groups: Sequence[Group]) -> None:
-        """Run the layers of one block on rows of one or several sequences.
-
-        See `DecoderModel.run_block`. No host reads, no allocation after the largest group.
-        """
+        """No host reads, no allocation after the largest group."""
         packed = (_Group * len(groups))()
         num_rows = most_slots = 0
         for index, group in enumerate(groups):
@@ -258,7 +255,7 @@ class NativeModel:
             packed[index] = item
             num_rows += group.rows
             most_slots = max(most_slots, group.first + group.rows)
-        assert num_rows <= _MOST_ROWS, "the runner caps the rows of a call"
+        assert num_rows <= LARGEST_PREFILL, "the runner caps the rows of a call"
         layers = self._blocks[block_index]
         threads = torch.get_num_threads()
         with self._lock:
@@ -275,45 +272,39 @@ class NativeModel:
         if groups is None:
             groups = self._groups[buffers] = (_Group * len(self._blocks))()
             for block_index, item in enumerate(groups):
-                item.kv = buffers.slots_LGSH[block_index].data_ptr()
+                first_layer = self.params.shape.blocks[block_index].start
+                item.kv = buffers.kv_LGSH[first_layer].data_ptr()
                 item.input = buffers.boundary_SD[block_index].data_ptr()
                 item.output = buffers.boundary_SD[block_index + 1].data_ptr()
                 item.slots = buffers.num_slots
         return groups
 
-    def _run_token(
-        self,
-        buffers: SequenceBuffers,
-        counts: FilledCounts,
-        need: NeedToken,
-    ) -> TokenRun:
-        """Run all that the next token of a sequence needs, in one call and one host read.
+    def run_token(self, state: DecodeState, job: TokenJob, *, begins_next: bool) -> TokenRun | None:
+        """Run the token in one call: blocks, junctions, exit and head; then draw it.
 
         The kernels are those of the pieces, so the numbers are the same to the bit. Runs longer
-        than the largest bucket go in chunks. The logits are a new tensor. See `TokenRunner`.
+        than the largest group go in chunks.
         """
         num_blocks, threads = len(self._blocks), torch.get_num_threads()
-        filled = (c_int32 * num_blocks)(*counts.filled)
+        filled = (c_int32 * num_blocks)(*state.filled)
+        thresholds = job.thresholds(state.length)
         logits_V = torch.empty(self._head.outputs)
         with self._lock:
             if threads != self._token_threads:
                 self._token_threads = threads
                 self._token_floats = self._floats_for_a_token(threads)
             exit_index: int = self._library.nvium_run_token(
-                byref(self._model), self._groups_of(buffers), filled, counts.length,
-                DECODE_BUCKETS[-1], (c_double * len(need.thresholds))(*need.thresholds),
-                need.reads_router, c_void_p(logits_V.data_ptr()),
+                byref(self._model), self._groups_of(state.buffers), filled, state.length,
+                LARGEST_GROUP, (c_double * len(thresholds))(*thresholds),
+                job.policy.reads_router, c_void_p(logits_V.data_ptr()),
                 c_void_p(self._work_space(self._token_floats)), threads,
             )  # fmt: skip
-        counts.filled[:] = filled
-        if need.draw.has_filter:
-            return TokenRun(exit_index, logits_V, None)
-        token_id = self._sample(logits_V[: self._num_tokens], need.draw)
-        return TokenRun(exit_index, None, token_id)
+        logits_V = logits_V[: self.params.num_tokens]
+        return TokenRun(exit_index, self.draw(logits_V, job.draw(state.length)))
 
     def _floats_for_a_token(self, threads: int) -> int:
         size: int = self._library.nvium_work_floats(
-            byref(self._dims), _MOST_ROWS, c_long(self._num_slots), threads
+            byref(self._dims), LARGEST_PREFILL, c_long(self._num_slots), threads
         )
         layers = [self._head]
         for item in self._exits:
@@ -322,8 +313,8 @@ class NativeModel:
         widest = max(widest, self._head.inputs) + 2 * _STRIP
         return 3 * self._width + max(int(size), (threads + 1) * int(widest))
 
+    @override
     def exit_norm(self, exit_index: int, h_TD: Tensor) -> Tensor:
-        """Return n_k = RMSNorm_k(h_k); see `DecoderModel.exit_norm`."""
         n_TD = torch.empty_like(h_TD)
         self._library.nvium_norm(
             c_void_p(h_TD.data_ptr()), c_void_p(self._exits[exit_index].norm),
@@ -331,8 +322,8 @@ class NativeModel:
         )  # fmt: skip
         return n_TD
 
+    @override
     def router_logit(self, junction_index: int, n_TD: Tensor) -> Tensor:
-        """Return z_k, exit minus continue, shape (T,); see `DecoderModel.router_logit`."""
         weights = self._exits[junction_index]
         assert weights.router_norm, "the last exit has no router"
         score_TD = self._two_layers(weights.fc1, weights.fc2, _GELU, n_TD, residual_TD=None)
@@ -344,8 +335,8 @@ class NativeModel:
         )  # fmt: skip
         return z_T
 
+    @override
     def exit_state(self, exit_index: int, n_TD: Tensor) -> Tensor:
-        """Return o_k = n_k + A_k(n_k); see `DecoderModel.exit_state`."""
         item = self._exits[exit_index]
         if not item.has_adapter:
             return n_TD
@@ -372,8 +363,8 @@ class NativeModel:
             )  # fmt: skip
         return out_TD
 
+    @override
     def logits(self, o_TD: Tensor) -> Tensor:
-        """Return W_lm o, shape (T, V), float32; see `DecoderModel.logits`."""
         num_rows, threads = len(o_TD), torch.get_num_threads()
         logits_TV = torch.empty(num_rows, self._head.outputs)
         with self._lock:
@@ -384,10 +375,14 @@ class NativeModel:
             )  # fmt: skip
         return logits_TV
 
-    def _sample(self, logits_V: Tensor, draw: Draw) -> int:
-        """See `decode.sampling.Sampler`."""
+    def draw(self, logits_V: Tensor, draw: Draw) -> int:
+        """Draw natively where nothing is filtered: few tokens then need their noise."""
+        sampling = draw.sampling
+        is_filtered = sampling.temperature > 0 and sampling.has_filter
+        if is_filtered or logits_V.dtype != torch.float32:
+            return draw_token(logits_V, draw)
         token_id: int = self._library.nvium_sample(
-            c_void_p(logits_V.data_ptr()), len(logits_V), c_uint64(draw.key),
-            c_double(draw.sampling.temperature),
+            c_void_p(logits_V.data_ptr()), len(logits_V),
+            c_uint64(draw.noise.token_key(draw.position)), c_double(sampling.temperature),
         )  # fmt: skip
         return token_id

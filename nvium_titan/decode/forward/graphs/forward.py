@@ -3,13 +3,13 @@
     a token     one graph for each tuple of row counts, which the host knows before the launch:
                 token t brings t + 1 - filled_k rows to block k if it gets there, whatever it
                 decides on the way (N-vium, arXiv:2605.13190, Sec. 4.2, as the contiguous runs of
-                `decode.deferred`). Blocks, junctions as nested branches, the adapter of the exit
+                `decode.sequence`). Blocks, junctions as nested branches, the adapter of the exit
                 where it leaves, head, draw, and the embedding of the token that was drawn. One
                 graph, two copies, one host read.
     a block     one graph for each block and row count: prompts, flushes, and tokens that cannot be
                 one graph (the first after a prompt, runs over the largest bucket, laws that look at
                 several exits). The host reads the router at every junction.
-    a batch     torch operations one by one, as `DecoderModel` has them.
+    a batch     torch operations one by one, as in `TorchForward`.
 
 The next token is launched before this one is read, where the asker says what it will need: the
 token drawn and the counts are on the device, and of the counts the host knows a bound, one row more
@@ -19,42 +19,46 @@ token is not wanted after all, what it wrote is overwritten before it is read.
 A graph bakes addresses and Python numbers, so positions, thresholds, key and temperature are static
 inputs, and buffers come from a pool; graphs and inputs belong to a set of buffers.
 
-Shapes: E exits, T rows, S slots, D width, G key/value heads, R query heads per key/value head,
-M = R T, H head width, N heads, P = H / 2 rotary pairs, V vocabulary, I inputs; 1 is one row.
+Shapes: E exits, T rows, S slots, D width, V vocabulary, I inputs; 1 is one row.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import threading
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from nvium_titan.decode.deferred import (
-    DECODE_BUCKETS,
-    PREFILL_BUCKETS,
-    FilledCounts,
-    bucket_rows,
-)
-from nvium_titan.decode.forward.base import Group, TokenRun, TokenRunner
+from nvium_titan.decode.forward.base import Group, TokenJob, TokenRun
 from nvium_titan.decode.forward.graphs.capture import Fetch, Graph, GraphBackend
-from nvium_titan.decode.forward.graphs.fused import build_junction, draw_filtered, draw_token
-from nvium_titan.decode.forward.torch import DecoderModel, rope_table
-from nvium_titan.decode.kv_cache import BufferPool, SequenceBuffers, WorkSpace
-from nvium_titan.decode.needs import NeedToken
+from nvium_titan.decode.forward.graphs.fused import build_junction, draw_in_graph
+from nvium_titan.decode.forward.torch import Seen, TorchForward, causal_mask, run_layer
 from nvium_titan.decode.params import DecoderParams
-from nvium_titan.decode.sampling import Sampler, filter_limits
+from nvium_titan.decode.sampling import Filters
+from nvium_titan.decode.sequence import (
+    LARGEST_GROUP,
+    LARGEST_PREFILL,
+    BufferPool,
+    DecodeState,
+    SequenceBuffers,
+)
 
 logger = logging.getLogger(__name__)
 
+GROUP_BUCKETS = (1, 2, 4, 8, 16, LARGEST_GROUP)
+"""Row counts of a block in a token graph."""
+BLOCK_BUCKETS = (*GROUP_BUCKETS, 64, LARGEST_PREFILL)
+"""Row counts of a block in a graph of its own."""
 MAX_TOKEN_GRAPHS = 56
 """Token graphs kept for a set of buffers: as many as there are tuples for four exits, where all
 draws have a filter or none has."""
@@ -62,11 +66,13 @@ LAUNCHES_PER_TOKEN = 3
 """Of a token in one graph: the inputs' copy, the graph, the result's copy."""
 _MAX_COMPILATIONS = 128
 
+Mode = Literal["blocks", "tokens", "ahead"]
+"""A graph per block with a host read at every junction; a graph per token; the same, the next token
+launched before this one is read."""
 
-class GraphModel:
-    """A `BlockModel` over static buffers. One call runs at a time, on CUDA all on one stream."""
 
-    looks_ahead = True
+class GraphForward(TorchForward):
+    """A `Forward` over static buffers. One call runs at a time, on CUDA all on one stream."""
 
     def __init__(
         self,
@@ -81,149 +87,137 @@ class GraphModel:
 
         Args:
             params: The weights, on the backend's device.
-            num_slots: Slots of every set of buffers, slack for padded rows included.
+            num_slots: Largest number of slots that any sequence will have.
             backend: Captures and replays. If it has no branches, tokens run block by block.
             compiles: Compile the layer, once for each number of rows.
             max_token_graphs: Most token graphs kept for a set of buffers.
         """
-        config, device = params.config, params.device
-        self.params = params
-        self.state_dtype = params.dtype
-        self.sampler: Sampler | None = None
+        # A padded row may lie past the end of its sequence. Fused attention wants rows of a mask
+        # in multiples of 16.
+        num_slots = math.ceil((num_slots + LARGEST_PREFILL - 1) / 16) * 16
+        super().__init__(params, num_slots=num_slots)
+        shape, device = params.shape, params.device
         self.backend = backend
         self.counters = backend.counters
         self._max_token_graphs = max_token_graphs
         self._lock = threading.Lock()
-        self._eager = DecoderModel(params, num_slots=num_slots)
-        self.exit_norm = self._eager.exit_norm
-        self.router_logit = self._eager.router_logit
-        self.exit_state = self._eager.exit_state
-        self.logits = self._eager.logits
-        self._junctions = [
-            build_junction(self._eager, index) for index in range(config.plan.num_exits - 1)
-        ]
+        self._junctions = [build_junction(self, index) for index in range(shape.num_exits - 1)]
         self._compiles = compiles
-        self._run_layer = run_layer
-        if compiles:
-            self._run_layer = torch.compile(run_layer, fullgraph=True, dynamic=False)
-        self._layers = tuple(
-            tuple(_LayerWeights.of(params, index) for index in block)
-            for block in config.plan.blocks
+        self._run_layer = (
+            torch.compile(run_layer, fullgraph=True, dynamic=False) if compiles else run_layer
         )
-        self._scale = config.head_dim**-0.5 if params.is_low_precision else 1.0
         self._slots_S = torch.arange(num_slots, device=device)
-        turns_SP = rope_table(config, num_slots=num_slots)
-        rope_dtype = torch.float64 if params.dtype == torch.float64 else torch.float32
-        self._rope_SP2 = torch.view_as_real(turns_SP).to(device, rope_dtype)
         # What a token graph leaves: all of it is written anew by every replay.
-        self._o_1D = torch.zeros(1, config.hidden_size, dtype=params.dtype, device=device)
+        self._o_1D = torch.zeros(1, shape.dim, dtype=params.dtype, device=device)
         self._result_2 = torch.zeros(2, dtype=torch.int64, device=device)
-        work = WorkSpace(params, max_rows=PREFILL_BUCKETS[-1], buckets=PREFILL_BUCKETS)
-        self.buffer_pool: BufferPool | None = BufferPool(
-            lambda: SequenceBuffers(params, num_slots=num_slots, dtype=params.dtype, work=work)
+        self.pool = self.buffer_pool = BufferPool(
+            lambda: SequenceBuffers(shape, num_slots=num_slots, dtype=params.dtype, device=device)
         )
         self._graphs: dict[SequenceBuffers, _BufferGraphs] = {}
-        self.token_runner: TokenRunner | None = self._run_token
+        self.mode: Mode = "ahead"
         if backend.why_no_branches is not None:
             logger.warning("tokens run block by block: %s", backend.why_no_branches)
-            self.token_runner = None
+            self.mode = "blocks"
+
+    def in_mode(self, mode: Mode) -> GraphForward:
+        """Return the forward decoding in a mode; weights, buffers, graphs, counters are shared."""
+        other = copy.copy(self)
+        other.mode = mode
+        return other
 
     # --- what an engine calls -------------------------------------------------------------------
 
     def embed(self, buffers: SequenceBuffers, token_ids: Sequence[int], *, first: int) -> None:
-        """Write the embeddings of `token_ids`; the token that a graph drew is there already."""
+        """Write the embeddings, unless they are of the token that a graph drew and embedded."""
         graphs = self._graphs.get(buffers)
         if graphs is not None:
             if graphs.embedded == (first, *token_ids):
                 return
             graphs.embedded = None
             self._drop_ahead(buffers)
-        self._eager.embed(buffers, token_ids, first=first)
+        super().embed(buffers, token_ids, first=first)
 
     def run_block(self, block_index: int, groups: Sequence[Group]) -> None:
-        """Run the layers of one block: a graph for one sequence of the pool, else operations."""
-        buffers, first, rows, _ = groups[0]
+        """Run one sequence of the pool as a graph, anything else as operations."""
+        buffers, first, rows = groups[0]
         with self._lock:
             for group in groups:
                 self._drop_ahead(group.buffers)
-            if len(groups) > 1 or not self._owns(buffers):
+            if len(groups) > 1 or buffers not in self.pool:
                 self.counters.eager_calls += 1
-                self._eager.run_block(block_index, groups)
+                super().run_block(block_index, groups)
                 return
             graphs = self._graphs_on(buffers)
             graphs.inputs.filled[block_index] = first
             graphs.inputs.send(self.backend)
-            self._block_graph(graphs, block_index, rows).replay()
+            self._block_graph(graphs, block_index, bucket_rows(rows, BLOCK_BUCKETS)).replay()
 
-    def _run_token(
-        self, buffers: SequenceBuffers, counts: FilledCounts, need: NeedToken
-    ) -> TokenRun | None:
-        """Run a token as one graph, begin the next, read exit and token; see `TokenRunner`.
+    def run_token(self, state: DecodeState, job: TokenJob, *, begins_next: bool) -> TokenRun | None:
+        """Run a token as one graph, begin the next, read exit and token.
 
         One host read; a capture where the tuple of row counts is new. Declines a token whose rows
         have run (the first after a prompt), a run over the largest bucket, and foreign buffers.
         """
+        if self.mode == "blocks":
+            return None
         with self._lock:
-            result = self._launch(buffers, counts, need) if self._owns(buffers) else None
+            result = self._launch(state, job) if state.buffers in self.pool else None
             if result is None:
                 self.counters.declined_tokens += 1
                 return None
-            graphs = self._graphs[buffers]
-            if need.following is not None:
-                graphs.ahead = self._launch_ahead(graphs, counts, need.following())
+            graphs = self._graphs[state.buffers]
+            if begins_next and self.mode == "ahead":
+                graphs.ahead = self._launch_ahead(graphs, state, job)
             exit_index, token_id = result.wait()
-        counts.filled[: exit_index + 1] = [counts.length] * (exit_index + 1)
-        graphs.embedded = (counts.length, token_id)
-        return TokenRun(exit_index, None, token_id)
+        graphs.embedded = (state.length, token_id)
+        return TokenRun(exit_index, token_id)
 
-    def _launch(
-        self, buffers: SequenceBuffers, counts: FilledCounts, need: NeedToken
-    ) -> Fetch | None:
+    def _launch(self, state: DecodeState, job: TokenJob) -> Fetch | None:
         """Launch a token, if it does not run already; None if it cannot be one graph."""
-        graphs = self._graphs_on(buffers)
+        graphs = self._graphs_on(state.buffers)
         ahead = graphs.ahead
-        if ahead is not None and ahead.is_for(counts, need):
+        if ahead is not None and (ahead.length, ahead.job) == (state.length, job):
             graphs.ahead = None
             return ahead.result
-        self._drop_ahead(buffers)
-        owed = [counts.length - filled for filled in counts.filled]
-        graphs.inputs.filled[:] = counts.filled
-        return self._start(graphs, owed, counts.length - 1, need, with_filled=True)
+        self._drop_ahead(state.buffers)
+        owed = [state.length - filled for filled in state.filled]
+        graphs.inputs.filled[:] = state.filled
+        return self._start(graphs, owed, state.length, job, with_filled=True)
 
     def _launch_ahead(
-        self, graphs: _BufferGraphs, counts: FilledCounts, need: NeedToken | None
+        self, graphs: _BufferGraphs, state: DecodeState, job: TokenJob
     ) -> _Ahead | None:
         """Launch the token behind the one that runs; None if it cannot be one graph.
 
         Of what the blocks will owe, one row more than now is the most: the first block owes exactly
         one, and how far the others have come is on the device.
         """
-        if need is None:
-            return None
-        owed = [1, *(counts.length + 1 - filled for filled in counts.filled[1:])]
-        result = self._start(graphs, owed, counts.length, need, with_filled=False)
-        return None if result is None else _Ahead(counts.length + 1, need, result)
+        length = state.length + 1
+        owed = [1, *(length - filled for filled in state.filled[1:])]
+        result = self._start(graphs, owed, length, job, with_filled=False)
+        return None if result is None else _Ahead(length, job, result)
 
     def _start(
         self,
         graphs: _BufferGraphs,
         owed: Sequence[int],
-        position: int,
-        need: NeedToken,
+        length: int,
+        job: TokenJob,
         *,
         with_filled: bool,
     ) -> Fetch | None:
-        """Launch the graph of a token fed at `position`, with at most `owed` rows in each block."""
-        rows = _bucket_tuple(owed)
-        if rows is None:
+        """Launch the token that follows `length` tokens, with at most `owed` rows in each block."""
+        if owed[0] == 0 or owed[-1] > GROUP_BUCKETS[-1]:
             return None
-        graphs.inputs.set_token(position, need)
+        rows = tuple(bucket_rows(num_rows, GROUP_BUCKETS) for num_rows in owed)
+        graphs.inputs.set_token(length, job)
         graphs.inputs.send(self.backend, with_filled=with_filled)
-        self._token_graph(graphs, rows, has_filter=need.draw.has_filter).replay()
+        has_filter = job.sampling.temperature > 0 and job.sampling.has_filter
+        self._token_graph(graphs, rows, has_filter=has_filter).replay()
         return self.backend.fetch(self._result_2)
 
     def _drop_ahead(self, buffers: SequenceBuffers) -> None:
-        """Forget the token that was begun, since it is not the one that comes."""
+        """Forget the token that was begun: another one comes."""
         graphs = self._graphs.get(buffers)
         if graphs is not None and graphs.ahead is not None:
             self.counters.unused_tokens += 1
@@ -235,9 +229,6 @@ class GraphModel:
     def num_graphs(self) -> int:
         """Graphs that are kept."""
         return sum(len(g.blocks) + len(g.tokens) for g in self._graphs.values())
-
-    def _owns(self, buffers: SequenceBuffers) -> bool:
-        return self.buffer_pool is not None and buffers in self.buffer_pool
 
     def _graphs_on(self, buffers: SequenceBuffers) -> _BufferGraphs:
         graphs = self._graphs.get(buffers)
@@ -284,13 +275,8 @@ class GraphModel:
         self._descend(graphs, rows, 0)
         inputs = graphs.inputs
         logits_V = self.logits(self._o_1D)[0, : self.params.num_tokens]
-        if has_filter:
-            token_1 = draw_filtered(
-                logits_V, inputs.key_1, inputs.temperature_1,
-                top_k_1=inputs.top_k_1, top_p_1=inputs.top_p_1, log_min_p_1=inputs.log_min_p_1,
-            )  # fmt: skip
-        else:
-            token_1 = draw_token(logits_V, inputs.key_1, inputs.temperature_1)
+        filters = inputs.filters if has_filter else Filters(inputs.filters.temperature)
+        token_1 = draw_in_graph(logits_V, inputs.key_1, filters)
         self._result_2[1:].copy_(token_1)
         graphs.buffers.boundary_SD[0].index_copy_(
             0, inputs.next_1, self.params.embedding_VD.index_select(0, token_1)
@@ -319,26 +305,15 @@ class GraphModel:
 
     def _block(self, graphs: _BufferGraphs, block_index: int, rows: int) -> None:
         """Run a block on the first row owed and those behind; their boundary states are there."""
-        buffers, inputs = graphs.buffers, graphs.inputs
-        config = self.params.config
-        positions_T = inputs.filled_E[block_index] + self._slots_S[:rows]
+        buffers, shape = graphs.buffers, self.params.shape
+        positions_T = graphs.inputs.filled_E[block_index] + self._slots_S[:rows]
         x_TD = buffers.boundary_SD[block_index].index_select(0, positions_T)
-        rope_TP2 = self._rope_SP2.index_select(0, positions_T)
-        visible_TS = self._slots_S <= positions_T.unsqueeze(1)
-        per_group = config.num_attention_heads // config.num_key_value_heads
-        visible_MS = visible_TS.repeat(per_group, 1)
-        slots_LGSH = buffers.slots_LGSH[block_index]
-        for index, weights in enumerate(self._layers[block_index]):
-            x_TD = self._run_layer(
-                x_TD,
-                slots_LGSH[index],
-                positions_T,
-                rope_TP2,
-                visible_MS,
-                *weights,
-                eps=config.rms_norm_eps,
-                scale=self._scale,
-            )
+        rope = self.rope.at(positions_T)
+        mask_TS = causal_mask(positions_T, buffers.num_slots, self.params.dtype)
+        for index in shape.blocks[block_index]:
+            seen = [Seen(buffers.kv_LGSH[index], positions_T, mask_TS, buffers.num_slots)]
+            layer = self.params.layers[index]
+            x_TD = self._run_layer(x_TD, layer, rope, seen, eps=shape.norm_eps)
         buffers.boundary_SD[block_index + 1].index_copy_(0, positions_T, x_TD)
 
 
@@ -347,15 +322,10 @@ class _Ahead(NamedTuple):
 
     length: int
     """Tokens fed, its own included."""
-    need: NeedToken
+    job: TokenJob
     """What it was launched for."""
     result: Fetch
     """Its exit and its token."""
-
-    def is_for(self, counts: FilledCounts, need: NeedToken) -> bool:
-        """Return whether it is the token that is wanted now, on what was fed."""
-        wanted = (counts.length, need.thresholds, need.draw)
-        return (self.length, self.need.thresholds, self.need.draw) == wanted
 
 
 class _BufferGraphs:
@@ -377,7 +347,7 @@ class _StaticInputs:
     """The numbers that differ from launch to launch: one array on the host, one on the device."""
 
     def __init__(self, params: DecoderParams) -> None:
-        num_exits = params.config.plan.num_exits
+        num_exits = params.shape.num_exits
         self._num_tokens = params.num_tokens
         num_sent = 7 + num_exits - 1
         host_I = torch.zeros(num_sent + num_exits, dtype=torch.int64)
@@ -388,37 +358,33 @@ class _StaticInputs:
         self._positions, self._key, self._top_k = integers[:2], integers[2:3], integers[3:4]
         self._temperature_and_filters, self._thresholds = floats[4:7], floats[7:num_sent]
         self.filled = integers[num_sent:]
-        """`FilledCounts.filled`, where a launch gives it."""
+        """`DecodeState.filled`, where a launch gives it."""
         device_F = device_I.view(torch.float64)
         self.position_1 = device_I[:1]
         """Position of the last token fed."""
         self.next_1 = device_I[1:2]
         """Position of the token drawn."""
         self.key_1 = device_I[2:3]
-        """`Draw.key`, as int64."""
-        self.top_k_1 = device_I[3:4]
-        """See `filter_limits`."""
-        self.temperature_1 = device_F[4:5]
-        """`SamplingParams.temperature`."""
-        self.top_p_1 = device_F[5:6]
-        """See `filter_limits`."""
-        self.log_min_p_1 = device_F[6:7]
-        """See `filter_limits`."""
+        """`Noise.token_key`, as int64."""
+        self.filters = Filters(device_F[4:5], device_I[3:4], device_F[5:6], device_F[6:7])
+        """F, with limits that remove nothing where a filter is off; temperature 0 is the argmax."""
         self.thresholds = device_F[7:num_sent]
-        """`NeedToken.thresholds`."""
+        """Of the policy, for each junction."""
         self.filled_E = device_I[num_sent:]
         """Position of the first row of each block; a token graph leaves what is right after it."""
 
-    def set_token(self, position: int, need: NeedToken) -> None:
-        """Fill in what a token graph reads but the counts; the token fed last is at `position`."""
-        draw = need.draw
-        sampling = draw.sampling
-        top_k, top_p, log_min_p = filter_limits(sampling, vocab_size=self._num_tokens)
-        self._positions[:] = position, position + 1
-        self._key[0] = np.uint64(draw.key).astype(np.int64)
-        self._top_k[0] = top_k
-        self._temperature_and_filters[:] = sampling.temperature, top_p, log_min_p
-        self._thresholds[:] = need.thresholds
+    def set_token(self, length: int, job: TokenJob) -> None:
+        """Fill in all but the counts, for the token that follows `length` tokens."""
+        temperature, top_k, top_p, log_min_p = job.sampling.filters
+        self._positions[:] = length - 1, length
+        self._key[0] = np.uint64(job.noise.token_key(length)).astype(np.int64)
+        self._top_k[0] = self._num_tokens if top_k is None else top_k
+        self._temperature_and_filters[:] = (
+            temperature,
+            math.inf if top_p is None else top_p,
+            -math.inf if log_min_p is None else log_min_p,
+        )
+        self._thresholds[:] = job.thresholds(length)
 
     def send(self, backend: GraphBackend, *, with_filled: bool = True) -> None:
         """Copy to the device: all of it, or all but the counts, which a token graph has left."""
@@ -435,94 +401,11 @@ class _StaticInputs:
             self._device_I.copy_(device_I)
 
 
-def _bucket_tuple(owed: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the rows of each block in a token graph; None where there is none."""
-    if owed[0] == 0 or owed[-1] > DECODE_BUCKETS[-1]:
-        return None
-    return tuple(bucket_rows(num_rows, DECODE_BUCKETS) for num_rows in owed)
-
-
-class _LayerWeights(NamedTuple):
-    """The weights of a layer, in the order of `run_layer`."""
-
-    attn_norm_D: Tensor
-    qkv_DW: Tensor
-    attn_out_QD: Tensor
-    mlp_norm_D: Tensor
-    gate_up_D2F: Tensor
-    down_FD: Tensor
-
-    @classmethod
-    def of(cls, params: DecoderParams, index: int) -> _LayerWeights:
-        layer, width = params.layers[index], params.config.hidden_size
-        return cls(
-            layer.attn_norm_2D[:width],
-            layer.qkv_DW,
-            layer.attn_out_QD,
-            layer.mlp_norm_2D[:width],
-            layer.gate_up_D2F,
-            layer.down_FD,
-        )
-
-
-def run_layer(
-    x_TD: Tensor,
-    slots_GSH: Tensor,
-    positions_T: Tensor,
-    rope_TP2: Tensor,
-    visible_MS: Tensor,
-    attn_norm_D: Tensor,
-    qkv_DW: Tensor,
-    attn_out_QD: Tensor,
-    mlp_norm_D: Tensor,
-    gate_up_D2F: Tensor,
-    down_FD: Tensor,
-    *,
-    eps: float,
-    scale: float,
-) -> Tensor:
-    """Return a layer's output; writes the rows' keys and values into their slots.
-
-    Weights are arguments, so that one compilation serves all layers.
+def bucket_rows(rows: int, buckets: Sequence[int]) -> int:
+    """Return the smallest bucket that holds a group of rows.
 
     Args:
-        x_TD: The residual stream.
-        slots_GSH: Keys (first half of the heads) and values of this layer; written.
-        positions_T: Where the rows stand, int64.
-        rope_TP2: Cosine and sine of every pair at those positions, at least float32.
-        visible_MS: Which slots each query sees, bool.
-        attn_norm_D: See `LayerParams`, as the others.
-        qkv_DW: Likewise.
-        attn_out_QD: Likewise.
-        mlp_norm_D: Likewise.
-        gate_up_D2F: Likewise.
-        down_FD: Likewise.
-        eps: Of both norms.
-        scale: Of the scores.
+        rows: Rows of the group, at most the largest bucket.
+        buckets: Sizes in increasing order.
     """
-    rows, (num_slot_heads, _, head) = len(x_TD), slots_GSH.shape
-    groups = num_slot_heads // 2
-    normed_TD = F.rms_norm(x_TD, attn_norm_D.shape, attn_norm_D, eps)
-    heads_TNH = (normed_TD @ qkv_DW).view(rows, -1, head)
-    num_queries = heads_TNH.shape[1] - 2 * groups
-    pairs_TNP2 = heads_TNH[:, : num_queries + groups].view(rows, -1, head // 2, 2)
-    x, y = pairs_TNP2.to(rope_TP2.dtype).unbind(-1)
-    cos_T1P, sin_T1P = rope_TP2.unsqueeze(1).unbind(-1)
-    turned_TNP2 = torch.stack((x * cos_T1P - y * sin_T1P, x * sin_T1P + y * cos_T1P), dim=-1)
-    turned_TNH = turned_TNP2.flatten(-2).to(x_TD.dtype)
-    kv_TNH = torch.cat((turned_TNH[:, num_queries:], heads_TNH[:, num_queries + groups :]), dim=1)
-    slots_GSH[:, positions_T] = kv_TNH.transpose(0, 1)
-    queries_TGRH = turned_TNH[:, :num_queries].view(rows, groups, -1, head)
-    queries_GMH = queries_TGRH.permute(1, 2, 0, 3).reshape(groups, -1, head)
-    attended_GMH = F.scaled_dot_product_attention(
-        queries_GMH.unsqueeze(0),
-        slots_GSH[:groups].unsqueeze(0),
-        slots_GSH[groups:].unsqueeze(0),
-        attn_mask=visible_MS,
-        scale=scale,
-    )
-    attended_GRTH = attended_GMH.view(groups, -1, rows, head)
-    x_TD = x_TD + attended_GRTH.permute(2, 0, 1, 3).reshape(rows, -1) @ attn_out_QD
-    normed_TD = F.rms_norm(x_TD, mlp_norm_D.shape, mlp_norm_D, eps)
-    gate_TF, up_TF = (normed_TD @ gate_up_D2F).chunk(2, dim=-1)
-    return x_TD + (F.silu(gate_TF) * up_TF) @ down_FD
+    return buckets[bisect_left(buckets, rows)]
