@@ -135,8 +135,11 @@ def test_every_law_is_named_and_its_settings_are_echoed(
         (["--greedy", "router", "--temperature", ".5"], "--greedy router takes the likeliest"),
         (["--greedy", "mixture", "--temperature", "nan"], "leave one of them out"),
         (["--exit", "1", "--greedy", "mixture"], "use --temperature 0"),
-        (["--exit", "1", "--router-temperature", "2"], "--exit 1 does not do"),
-        (["--greedy", "router", "--router-temperature", "2"], "--greedy router does not do"),
+        (["--exit", "1", "--router-temperature", "2"], "with --exit 1 they draw none"),
+        (
+            ["--greedy", "router", "--router-temperature", "2"],
+            "with --greedy router they draw none",
+        ),
         (["--exit", "1", "--top-k", "3", "--filter-scope", "mixture"], "needs the mixture"),
         (["--exit", "4"], "exit 4: the model has exits 1 to 3"),
         (["--exit", "0"], "exit 0: the model has exits 1 to 3"),
