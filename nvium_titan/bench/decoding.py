@@ -29,6 +29,7 @@ from nvium_titan.bench.workload import Workload
 from nvium_titan.core.cost import weights_read_per_token
 from nvium_titan.decode import ExitPolicy, SampledRouter
 from nvium_titan.decode.forward.build import Kernels
+from nvium_titan.decode.schedule import ScheduleName
 from nvium_titan.report.bench_records import (
     OURS,
     BenchReport,
@@ -55,7 +56,9 @@ class Comparison:
     work: Workload
     """What each run decodes."""
     batch: int
-    """Sequences that our engine decodes at once, in lock-step; peers need 1."""
+    """Sequences that our engine decodes at once; peers need 1."""
+    schedule: ScheduleName
+    """When a batch of N-vium runs which block."""
     kernels: Kernels
     """What runs our models, as `Engine` takes it."""
 
@@ -102,6 +105,7 @@ class Comparison:
             prompt_tokens=work.prompt_tokens,
             new_tokens=work.new_tokens,
             batch=self.batch,
+            schedule=self.schedule,
             num_pairs_wanted=work.num_pairs,
             seed=work.seed,
             device=device_name(model.device),
@@ -171,7 +175,10 @@ def _open_systems(comparison: Comparison, *, dtype: str) -> Iterator[_Systems]:
             )
             # A model of one exit asks no policy, but each sequence has one.
             policies = policies or [SampledRouter()] * comparison.batch
-            system = EngineSystem(name, engine, dtype=dtype, policies=policies, seed=work.seed)
+            system = EngineSystem(
+                name, engine, dtype=dtype, policies=policies, seed=work.seed,
+                schedule=comparison.schedule,
+            )  # fmt: skip
             return stack.enter_context(closing(system))
 
         model, dense = comparison.model, comparison.model.dense()

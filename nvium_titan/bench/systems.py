@@ -17,6 +17,7 @@ from nvium_titan.decode import (
     GenerationResult,
     SampledRouter,
 )
+from nvium_titan.decode.schedule import ScheduleName, named_schedule
 
 SETTLE_S = 0.1
 """Pause between runs: the threads of another engine go on spinning after its last token."""
@@ -89,6 +90,7 @@ class EngineSystem:
         dtype: str,
         policies: Sequence[ExitPolicy] = (SampledRouter(),),
         seed: int,
+        schedule: ScheduleName = "lockstep",
     ) -> None:
         """Wrap an engine.
 
@@ -98,6 +100,7 @@ class EngineSystem:
             dtype: Type of its weights, one of `bench.models.ENGINE_DTYPES`.
             policies: Who decides at junctions, for each of the sequences decoded at once.
             seed: Of the first sequence of the first run; each further one takes the next.
+            schedule: When a batch runs which block.
         """
         self.name = name
         self.dtype = dtype
@@ -105,6 +108,7 @@ class EngineSystem:
         self.engine = engine
         self.policies = policies
         self._seed = seed
+        self._schedule = named_schedule(schedule)
 
     def run(self, prompt_ids: Sequence[int], num_new_tokens: int) -> EngineRun:
         """Sample exactly `num_new_tokens` tokens for each policy; an end token ends nothing."""
@@ -131,9 +135,10 @@ class EngineSystem:
                         seed=seed + row,
                     )
                     for row, policy in enumerate(self.policies)
-                ]
+                ],
+                schedule=self._schedule,
             )
-            # Lock-step: every row gets its first token before any gets its second.
+            # In lock-step these are the first token of each row.
             for _ in range(size):
                 next(batch)
             first = time.perf_counter()

@@ -75,7 +75,12 @@ class Bench:
     default: 64, with --prompts at most 128 per prompt."""
 
     batch: int = 1
-    """Sequences that our engine decodes at once, in lock-step; ms/token counts all their tokens."""
+    """Sequences that our engine decodes at once; ms/token counts all their tokens."""
+
+    schedule: Literal["lockstep", "periodic", "auto"] = "lockstep"
+    """When a batch runs which block: lockstep (a token for every sequence in every round), periodic
+    (the first block once more before each sweep down), or auto (the best, by the exit shares of the
+    first tokens). The tokens are the same."""
 
     pairs: int = 20
     """Rounds in which every system runs once."""
@@ -213,6 +218,7 @@ class Bench:
             forced_shares=shares,
             work=work,
             batch=self.batch,
+            schedule=self.schedule,
             kernels=self.kernels,
         )
 

@@ -101,7 +101,8 @@ def _show_decoding(report: BenchReport) -> None:
         f"{report.model}: {report.num_params:,} parameters, exits after layers "
         f"{', '.join(map(str, report.exits))} ({forced})\n"
         f"prompt {report.prompt_tokens} tokens, {report.new_tokens} new, "
-        f"{report.batch} at once, seed {report.seed}"
+        f"{report.batch} at once{f', {report.schedule}' if report.batch > 1 else ''}, "
+        f"seed {report.seed}"
     )
     _show_machine(report)
     if report.device != "cpu":

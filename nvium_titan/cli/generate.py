@@ -62,6 +62,11 @@ class Generate:
     batch: int = 8
     """With --prompts-file: decode this many at once. That changes the speed, not the answers."""
 
+    schedule: Literal["lockstep", "periodic", "auto"] = "lockstep"
+    """With --prompts-file: when the batch runs which block. auto finds the fastest from the exit
+    shares of the first tokens; lockstep and periodic (the first block once more before each sweep
+    down) insist. The answers are the same."""
+
     max_new_tokens: int = 128
     """Most tokens to sample; fewer come if the model ends the text or its context is full."""
 
@@ -185,6 +190,7 @@ class Generate:
     ) -> None:
         """Continue the prompts in a batch; print each answer after those before it."""
         from nvium_titan.decode import GenerationRequest, TextPieces, TextResult
+        from nvium_titan.decode.schedule import named_schedule
 
         all_ids = [_encode(model, prompt) for prompt in prompts]
         batch = engine.generate_batch(
@@ -193,6 +199,7 @@ class Generate:
                 for row, prompt_ids in enumerate(all_ids)
             ],
             batch_size=self.batch,
+            schedule=named_schedule(self.schedule),
         )
         rows = [
             TextPieces(model.tokenizer.stream(prompt_ids), stop_strings=self.stop)

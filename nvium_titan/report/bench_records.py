@@ -157,7 +157,9 @@ class BenchReport(Report):
     new_tokens: int
     """Tokens made in each run by each sequence."""
     batch: int
-    """Sequences decoded at once, in lock-step."""
+    """Sequences decoded at once."""
+    schedule: str
+    """When a batch ran which block."""
     num_pairs_wanted: int
     """Pairs asked for; an interrupted run has fewer."""
     device: str

@@ -45,6 +45,7 @@ def comparison(**changes: object) -> Comparison:
         "forced_shares": SHARES,
         "work": Workload(prompt_tokens=5, new_tokens=21, num_pairs=3, seed=0),
         "batch": 1,
+        "schedule": "lockstep",
         "kernels": "auto",
     }
     return Comparison(**(settings | changes))  # type: ignore[arg-type]
