@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train.main(words[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        command: Any = _parse(words)
+        command: Any = parse(words)
         command.run()
     except NviumError as error:
         print(f"nvium: error: {error}", file=sys.stderr)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(words: Sequence[str]) -> Any:
+def parse(words: Sequence[str]) -> Any:
     """Return the command that the words name; prints help or a mistake in them, and exits."""
     config = (tyro.conf.FlagCreatePairsOff,)
     if words[:2] == ["bench", "train"]:
