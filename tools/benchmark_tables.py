@@ -92,7 +92,7 @@ def _model(report: BenchReport) -> str:
     shares = "left to the routers"
     if report.forced_shares is not None:
         shares = "forced to " + ", ".join(f"{share:g}" for share in report.forced_shares)
-    batch = "" if report.batch == 1 else f", {report.batch} sequences at once"
+    batch = "" if report.batch == 1 else f", {report.batch} sequences at once, {report.schedule}"
     return (
         f"{report.num_params / 1e6:,.1f} M parameters, exits after layers "
         f"{', '.join(map(str, report.exits))}, {shares}; {report.prompt_tokens} tokens of prompt, "
@@ -113,16 +113,13 @@ def _machine(report: BenchReport) -> str:
 
 def _rows(entry: DtypeFigures) -> Iterator[str]:
     """Yield a row per system, N-vium first; a ratio that did not settle is not shown."""
-    over_dense = (entry.ratio, entry.spread, entry.conclusive)
-    others = [(other.ratio, other.spread, other.conclusive) for other in entry.other_ratios]
-    ratios = [None, over_dense, *others]
+    ratios = [None, entry.over_dense, *entry.other_ratios]
     for system, ratio in zip(entry.systems, ratios, strict=True):
         ms = system.ms_per_token
         shown = spread = limit = ""
         if ratio is not None:
-            speedup, width, is_settled = ratio
-            shown = f"**{speedup:.2f}x**" if is_settled else "not settled"
-            spread = f"{width:.0%}"
+            shown = f"**{ratio.ratio:.2f}x**" if ratio.conclusive else "not settled"
+            spread = f"{ratio.spread:.0%}"
         if system.name == "dense" and entry.limit is not None:
             limit = f"{entry.limit:.2f}x"
         yield (

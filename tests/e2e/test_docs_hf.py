@@ -74,7 +74,7 @@ def test_exp_06_the_import_lines_run_and_their_tables_train(tmp_path: Path) -> N
     said = [run(tmp_path, "-m", "nvium_titan.cli", *shlex.split(line)) for line in lines]
     assert said[0] == "imported LLAMA to bundles/dense\n"
     assert read_bundle(tmp_path / "bundles" / "dense").config.is_plain_llama
-    tables = tomli.loads(said[1].split("into the TOML file:\n\n")[1])
+    tables = tomli.loads(said[1].split("to the TOML file:\n\n")[1])
     assert tables["nvium"]["exit_layers"] == [6, 12, 18]
     assert tables["nvium"]["trainable"] == "junctions"
     tables["nvium"]["num_exits"] = 4  # the helper's settings say 3
