@@ -1,9 +1,9 @@
 """Train a small N-vium and its dense twin on real text, export both, decode both, compare.
 
     python tools/demo.py            a few minutes on two CPU cores
-    python tools/demo.py --smoke    a few steps, to see that the road is open
+    python tools/demo.py --smoke    a few steps, to see that everything works
 
-Everything lands in runs/demo/: both bundles, summary.json, loss.png, exits.png and the logs.
+Writes to runs/demo/: both bundles, summary.json, loss.png, exits.png and the logs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from nvium_titan.core.cost import count_params, limit_speedup
 from nvium_titan.core.flavors import flavor_shape
 from nvium_titan.decode import Engine, SamplingParams
 from nvium_titan.errors import NviumError
+from nvium_titan.report.figures import plot_exit_shares, plot_loss_curves
 from nvium_titan.report.records import MetricsRow, read_metrics
-from nvium_titan.report.training_figures import plot_exit_shares, plot_loss_curves
 from nvium_titan.text.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +81,7 @@ def main(smoke: bool = False) -> int:
     """Run the demo.
 
     Args:
-        smoke: A few steps and a few tokens: nothing is learnt, but every part runs.
+        smoke: Make a few steps and tokens: nothing is learnt, but every part runs.
     """
     start = time.monotonic()
     try:
@@ -156,7 +156,7 @@ def log_of(name: str) -> Path:
 
 
 def report(progress: Progress, task: TaskID, folder: Path) -> None:
-    """Bring one progress bar up to what the run has logged."""
+    """Update a progress bar from what the run has logged."""
     try:
         rows = [row for row in read_metrics(folder / "metrics.jsonl") if row.split == "train"]
         settings = tomli.loads((folder / "config.toml").read_text())
@@ -171,8 +171,8 @@ def report(progress: Progress, task: TaskID, folder: Path) -> None:
 def decode_both(
     engines: dict[str, Engine], tokenizer: Tokenizer, *, smoke: bool
 ) -> tuple[dict[str, list[float]], str]:
-    """Decode the same prompts with both models in turn; return tokens/s of each, and a text."""
-    torch.set_num_threads(1)  # at this width more threads only wait for each other
+    """Decode the same prompts with both models in turns; return tokens/s of each, and a text."""
+    torch.set_num_threads(1)  # at this width, more threads only wait for each other
     prompts = PROMPTS[:2] if smoke else PROMPTS
     length = 16 if smoke else 240
     rates: dict[str, list[float]] = {name: [] for name in engines}
@@ -192,7 +192,7 @@ def decode_both(
 
 
 def summarize(metrics: dict[str, list[MetricsRow]], rates: dict[str, list[float]]) -> Summary:
-    """Return the figures; the ratio is the median over pairs decoded one after the other."""
+    """Return the figures; the speed-up is the median over pairs decoded one after the other."""
     last = {name: [r for r in rows if r.split == "val"][-1] for name, rows in metrics.items()}
     shape = flavor_shape("demo")
     pairs = zip(rates["N-vium"], rates["dense twin"], strict=True)
@@ -240,8 +240,8 @@ def show(summary: Summary, sample: str, *, minutes: float) -> None:
     console.print(
         f"\nDone in {minutes:.1f} minutes; bundles, summary.json, loss.png and exits.png are in "
         f"{OUT}/.\nWhat this does not show: at this size the time goes into Python and kernel "
-        "launches, not into reading weights, so the speed-up measured says nothing of large "
-        "models.\nGo on: .venv/bin/nvium generate runs/demo/bundle --prompt 'The Python ' --stats",
+        "launches, not into reading weights, so the measured speed-up says nothing about large "
+        "models.\nNext: .venv/bin/nvium generate runs/demo/bundle --prompt 'The Python ' --stats",
         highlight=False,
     )
 

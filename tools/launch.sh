@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Train on the GPUs of this machine; without any, on the CPU.
+# Train on the GPUs of this machine, or on the CPU if it has none.
 #   NGPU=8 CONFIG_FILE=train_configs/quadrivium-1536x48-h200x8.toml tools/launch.sh [--section.key value ...]
-# Words before a -- go to torchrun, as those of several nodes:
+# Words before -- go to torchrun, such as those for several nodes:
 #   tools/launch.sh --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -- --training.steps 100
-# The same command goes on from the newest checkpoint. PYTHON names another interpreter.
+# The same command continues from the newest checkpoint. PYTHON names another interpreter.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

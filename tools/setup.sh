@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make or bring up to date a virtual environment: tools/setup.sh VENV TORCH EXTRAS
-# Called by `make setup`, which skips it while nothing changed.
+# Make or update a virtual environment: tools/setup.sh VENV TORCH EXTRAS
+# Called by `make setup`, which skips it while nothing has changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,7 +29,7 @@ find_python() {
         "Install one and run: make setup PYTHON=/path/to/python3.12"
 }
 
-# A package folder of torch means that the large downloads are done.
+# Where torch is installed, the large downloads are done.
 if ! compgen -G "$venv/lib/python*/site-packages/torch/version.py" >/dev/null; then
     free_gb=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1024 / 1024))
     [ "$free_gb" -ge "$min_free_gb" ] ||
@@ -46,7 +46,7 @@ if ! [ -x "$venv/bin/pip" ] || ! is_new_enough "$venv/bin/python"; then
 fi
 
 echo "setup: installing $torch and the extras $extras into $venv"
-# The newest pip first: an old one resolves the same packages twenty times slower.
+# The newest pip first: old ones resolve the same packages twenty times slower.
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
 "$venv/bin/python" -m pip install --quiet "$torch" --editable ".[$extras]"
 echo "setup: done; activate it with: source $venv/bin/activate"

@@ -1,1 +1,1 @@
-"""Measuring decode speed, honestly: N-vium, its dense model and other engines, interleaved."""
+"""Benchmarks of decoding and training: N-vium, dense and other engines, in turns."""

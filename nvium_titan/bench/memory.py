@@ -1,6 +1,6 @@
-"""Bytes of the tensors that are alive: counted by storage as operators run, not by the allocator.
+"""Bytes of live tensors, counted by storage as operators run, not by the allocator.
 
-The figure is the same on every device and every run, so a test can hold the code to it.
+So the figure is the same on every device and in every run, and a test can hold the code to it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors made inside `with LiveBytes() as live:` and alive there.
+    """Counts the bytes of the tensors made, and still alive, inside `with LiveBytes() as live:`.
 
-    A view shares its base's storage, which counts once; what was made before does not count. What
-    an operator allocates and frees within itself is not seen.
+    Views share a storage, which counts once. Tensors made before do not count, nor does what an
+    operator allocates and frees within itself.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator and count what it made."""
+        """Run an operator and count what it makes."""
         self._add((args, kwargs), counts=False)
         out = func(*args, **(kwargs or {}))
         self._add(out, counts=True)
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key in self._storages:
                 continue
             size = storage.nbytes() if counts else 0
-            # torch keeps a storage's Python object as long as the storage itself.
+            # torch keeps a storage's Python object for as long as the storage itself.
             gone = weakref.ref(storage, partial(self._remove, key))
             self._storages[key] = (gone, size)
             self.now += size

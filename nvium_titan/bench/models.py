@@ -1,8 +1,7 @@
 """The models that a benchmark compares: an N-vium, the dense model of its size, the matched twin.
 
-Dense is the same width and depth with one exit, no adapter and no router, and goes through the same
-engine: the strongest baseline we have. The module owns `load_engine`, the one place that knows in
-which types the engine computes.
+Dense is the same width and depth with one exit, no adapter and no router. It runs on the same
+engine: the strongest baseline we have. The module owns the types that the engine computes in.
 """
 
 from __future__ import annotations
@@ -17,33 +16,34 @@ import torch
 from torch import Tensor
 
 from nvium_titan.bundle import BundleConfig, expected_tensors, read_bundle, write_bundle
-from nvium_titan.bundle.quantization import dequantize, quantize_int8
 from nvium_titan.convert.export import bundle_config
 from nvium_titan.core.flavors import dense_twin
 from nvium_titan.core.shape import ModelShape
 from nvium_titan.decode import DecoderParams, Engine
-from nvium_titan.decode.forward.choose import Kernels
+from nvium_titan.decode.forward.build import Kernels
 from nvium_titan.decode.params import random_tensors
 from nvium_titan.errors import BenchError, nearest
 from nvium_titan.text.tokenizer import ByteTokenizer, Tokenizer
 
 ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}
-"""Type of the tensors that `load_engine` starts from, by the name of what it computes in."""
+"""Type of the tensors to start from, by the type that the engine computes in."""
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-"""Bytes that one weight takes, by the same names."""
+"""Bytes of a weight, by the same names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BenchModel:
-    """A model before it is packed: dimensions, and how to get its weights in some type."""
+    """A model before it is packed: its dimensions, and how to get its weights in a type."""
 
+    name: str
+    """Its bundle, or its width x layers."""
     config: BundleConfig
     """Dimensions and exits."""
     tokenizer: Tokenizer
-    """Its tokenizer; of random weights one that knows every id."""
+    """Its tokenizer; with random weights one that knows every id."""
     load_tensors: Callable[[torch.dtype], Mapping[str, Tensor]]
-    """Gives the tensors of `expected_tensors(config)`, and maybe more, in a type, on `device`."""
+    """Returns at least the tensors of `expected_tensors(config)`, in a type, on `device`."""
     device: torch.device
     """Where to compute."""
 
@@ -51,11 +51,12 @@ class BenchModel:
     def random(
         cls, shape: ModelShape, *, seed: int, device: torch.device | str = "cpu"
     ) -> BenchModel:
-        """Return random weights: speed does not depend on them where the exits are forced."""
+        """Return a model with random weights: where exits are forced, they do not affect speed."""
         device = torch.device(device)
         tokenizer = _AnyId(shape.vocab_size)
         config = bundle_config(shape, tokenizer=tokenizer, dtype="float32")
         return cls(
+            name=f"{shape.dim}x{shape.num_layers}",
             config=config,
             tokenizer=tokenizer,
             load_tensors=lambda dtype: random_tensors(
@@ -74,6 +75,7 @@ class BenchModel:
         """
         bundle = read_bundle(path)
         return cls(
+            name=str(path),
             # `load_tensors` gives what an int8 bundle stands for, in any type.
             config=dataclasses.replace(bundle.config, quantization=None),
             tokenizer=bundle.load_tokenizer(),
@@ -89,11 +91,11 @@ class BenchModel:
     @property
     def context(self) -> int:
         """Longest sequence, tokens."""
-        return self.config.shape.max_seq_len
+        return self.shape.max_seq_len
 
     @property
     def num_params(self) -> int:
-        """Parameters, of the embedding too."""
+        """Parameters, the embedding included."""
         return sum(math.prod(shape) for shape in expected_tensors(self.config).values())
 
     def dense(self) -> BenchModel:
@@ -112,24 +114,25 @@ class BenchModel:
             ),
         )
 
-    def load_engine(self, *, dtype: str, max_seq_len: int, kernels: Kernels = "auto") -> Engine:
-        """Return an engine with the weights packed for `dtype`; a name of `ENGINE_DTYPES`."""
-        tensors = self.load_tensors(ENGINE_DTYPES[dtype])
-        is_int8 = dtype == "int8"
-        params = DecoderParams.from_tensors(
+    def load_params(self, *, dtype: str) -> DecoderParams:
+        """Return the weights packed for a type, one of `ENGINE_DTYPES`."""
+        return DecoderParams.from_tensors(
             self.config,
-            dequantize(quantize_int8(tensors), dtype=torch.float32) if is_int8 else tensors,
+            self.load_tensors(ENGINE_DTYPES[dtype]),
+            dtype=getattr(torch, dtype),
             num_tokens=self.tokenizer.vocab_size,
-            is_int8=is_int8,
         )
-        return Engine(params, max_seq_len=max_seq_len, kernels=kernels)
+
+    def load_engine(self, *, dtype: str, max_seq_len: int, kernels: Kernels = "auto") -> Engine:
+        """Return an engine that computes in a type, one of `ENGINE_DTYPES`."""
+        return Engine(self.load_params(dtype=dtype), max_seq_len=max_seq_len, kernels=kernels)
 
     def write(self, path: Path, *, dtype: str) -> None:
-        """Write it as a bundle, for an engine that is not ours.
+        """Write it as a bundle, for another engine.
 
         Args:
             path: The bundle directory.
-            dtype: Type of the tensors in it: float32 or bfloat16.
+            dtype: Type of its tensors: float32 or bfloat16.
         """
         tensors = self.load_tensors(ENGINE_DTYPES[dtype])
         config = dataclasses.replace(self.config, dtype=dtype)
@@ -143,17 +146,17 @@ class BenchModel:
 
 
 class _AnyId(ByteTokenizer):
-    """Bytes for the first ids, nothing for the others: no id of random weights is padding."""
+    """Bytes for the first ids, nothing for the others, so that no id is padding."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
 
 def check_dtypes(names: str) -> list[str]:
-    """Return the names in a comma-separated list of types that the engine computes in.
+    """Return the types in a comma-separated list, each once.
 
     Raises:
-        BenchError: If one is unknown, or there is none.
+        BenchError: If the engine does not compute in one of them, or there is none.
     """
     dtypes = [name.strip() for name in names.split(",") if name.strip()]
     for name in dtypes:

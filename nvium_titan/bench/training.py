@@ -1,8 +1,8 @@
-"""What an N-vium training step costs beside a dense one: steps in turns, in one process.
+"""`nvium bench train`: steps of N-vium, dense and the matched twin, in turns.
 
 A step is forward, loss and backward of one micro-batch, as the trainer runs them, without optimizer
-and without activation checkpointing (whose second forward is not in the FLOPs). The loss is the
-training one for every model: dense is an N-vium with one exit.
+and without activation checkpointing, whose second forward is not among the FLOPs. Every model has
+the training loss: dense is an N-vium with one exit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nvium_titan.bench.machine import peak_flops, wait_for
+from nvium_titan.bench.machine import device_name, package_versions, peak_flops, wait_for
 from nvium_titan.bench.memory import LiveBytes
-from nvium_titan.bench.statistics import paired_ratio, quartiles
+from nvium_titan.bench.pairs import count_runs, paired_ratio, quartiles, run_pairs
 from nvium_titan.core.cost import count_params, forward_flops
 from nvium_titan.core.flavors import dense_twin
 from nvium_titan.core.shape import ModelShape
-from nvium_titan.report.bench_records import LossMemory, StepFigures, StepRatio
+from nvium_titan.report.bench_records import Cpu, LossMemory, StepFigures, StepRatio, TrainReport
 from nvium_titan.train.loss import MixtureLoss
 from nvium_titan.train.model import model_spec
 
@@ -32,18 +32,19 @@ if TYPE_CHECKING:
     from nvium_titan.train.model.model import NviumModel
 
 _FORWARDS_PER_STEP = 3
-"""A backward pass is two forward passes of matmuls."""
-_WARMUP_STEPS = 1
+"""A backward pass has the matmuls of two forward passes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainComparison:
-    """What to compare, and how often."""
+    """What to compare, and how."""
 
+    config_file: Path
+    """The file of the training run, for the report."""
     shape: ModelShape
     """The N-vium."""
     loss: MixtureLoss.Config
-    """Its loss; the chunks are those of every model."""
+    """Its loss; every model has its number of chunks."""
     batch: int
     """Sequences of a step."""
     seq_len: int
@@ -55,29 +56,74 @@ class TrainComparison:
     compiles: bool
     """Whether to compile each layer."""
     with_twin: bool
-    """Whether to run the parameter-matched dense."""
+    """Whether to run the parameter-matched dense model."""
     num_pairs: int
     """Pairs to run."""
     seed: int
     """Decides weights and tokens."""
 
     def models(self) -> dict[str, ModelShape]:
-        """Return the shapes to run by name, N-vium first."""
-        bare = self.shape.dense()
-        models = {"N-vium": self.shape, "dense": bare}
+        """Return the shapes to run, by name, N-vium first."""
+        models = {"N-vium": self.shape, "dense": self.shape.dense()}
         return models | {"twin": dense_twin(self.shape)} if self.with_twin else models
 
     @property
     def num_runs(self) -> int:
         """Steps of all models, warm-up included."""
-        return (_WARMUP_STEPS + self.num_pairs) * len(self.models())
+        return count_runs(len(self.models()), self.num_pairs)
 
     @property
-    def device_name(self) -> str:
-        """The GPU's name, or "cpu"."""
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_name(self.device)
-        return self.device.type
+    def dtype_name(self) -> str:
+        """The type, such as "float32"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def systems(self) -> list[TrainingSystem]:
+        """Return the models with their losses, N-vium first."""
+        return [TrainingSystem(name, shape, self) for name, shape in self.models().items()]
+
+    def measure(
+        self,
+        systems: Sequence[TrainingSystem],
+        *,
+        cpu: Cpu,
+        command: str,
+        on_run: Callable[[], None],
+    ) -> TrainReport:
+        """Measure the loss, then run all pairs; an interrupt (Ctrl-C) ends them.
+
+        Args:
+            systems: From `systems`.
+            cpu: For the report.
+            command: For the report.
+            on_run: Called after every step, warm-up included.
+
+        Raises:
+            KeyboardInterrupt: If interrupted before the first pair is complete.
+        """
+        loss_memory = measure_loss_memory(self)
+        pairs = run_pairs(
+            systems, range(self.num_pairs), lambda system, _: system.run(), on_run=on_run
+        )
+        times = zip(*pairs, strict=True)
+        return TrainReport(
+            config_file=str(self.config_file),
+            exits=list(self.shape.block_ends),
+            batch=self.batch,
+            seq_len=self.seq_len,
+            dtype=self.dtype_name,
+            device=device_name(self.device),
+            is_compiled=self.compiles,
+            num_pairs_wanted=self.num_pairs,
+            num_pairs=len(pairs),
+            seed=self.seed,
+            threads=torch.get_num_threads(),
+            cpu=cpu,
+            versions=package_versions(),
+            command=command,
+            systems=[system.figures(t) for system, t in zip(systems, times, strict=True)],
+            ratios=step_ratios(systems, pairs),
+            loss_memory=loss_memory,
+        )
 
 
 class TrainingSystem:
@@ -106,7 +152,7 @@ class TrainingSystem:
         )
 
     def run(self) -> float:
-        """Make a step; returns its seconds, without those of clearing the gradients."""
+        """Make a step and return its seconds; clearing the gradients is not timed."""
         self._model.zero_grad(set_to_none=True)
         wait_for(self._comparison.device)
         start = time.perf_counter()
@@ -118,7 +164,7 @@ class TrainingSystem:
         return time.perf_counter() - start
 
     def profile(self, path: Path) -> None:
-        """Write the trace of a step, for chrome://tracing or Perfetto."""
+        """Write the trace of one step, for chrome://tracing or Perfetto."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._comparison.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -134,12 +180,10 @@ class TrainingSystem:
         return _FORWARDS_PER_STEP * per_token * comparison.batch * comparison.seq_len
 
     def figures(self, times_s: Sequence[float]) -> StepFigures:
-        """Return what the steps of all pairs say."""
+        """Return the figures of all its steps."""
         ms = quartiles([1000 * seconds for seconds in times_s])
         comparison = self._comparison
-        peak = peak_flops(
-            comparison.device_name, dtype=str(comparison.dtype).removeprefix("torch.")
-        )
+        peak = peak_flops(device_name(comparison.device), dtype=comparison.dtype_name)
         return StepFigures(
             name=self.name,
             num_params=sum(count_params(self.shape).values()),
@@ -153,81 +197,36 @@ class TrainingSystem:
 def make_loss(
     head: torch.nn.Module, shape: ModelShape, *, config: MixtureLoss.Config, device: torch.device
 ) -> MixtureLoss:
-    """Return the training loss of a shape, in its main phase."""
+    """Return the training loss of a shape, past the router warm-up."""
     loss = MixtureLoss(config)
     loss.bind(head, shape, device=device)
     loss.start_step(1, num_steps=0)
     return loss
 
 
-def run_pairs(
-    systems: Sequence[TrainingSystem], *, num_pairs: int, on_run: Callable[[], None]
-) -> list[list[float]]:
-    """Return the seconds of every step: for each pair those of each system.
-
-    The order is turned round from pair to pair. An interrupt (Ctrl-C) ends the pairs.
-
-    Args:
-        systems: What to run, warmed up here.
-        num_pairs: Rounds in which each makes one step.
-        on_run: Called after every step, warm-up included.
-
-    Raises:
-        KeyboardInterrupt: If interrupted before the first pair is done.
-    """
-    for system in systems:
-        for _ in range(_WARMUP_STEPS):
-            system.run()
-            on_run()
-    pairs: list[list[float]] = []
-    try:
-        for number in range(num_pairs):
-            times: dict[int, float] = {}
-            order = range(len(systems))
-            for index in order if number % 2 == 0 else reversed(order):
-                times[index] = systems[index].run()
-                on_run()
-            pairs.append([times[index] for index in order])
-    except KeyboardInterrupt:
-        if not pairs:
-            raise
-    return pairs
-
-
 def step_ratios(
     systems: Sequence[TrainingSystem], pairs: Sequence[Sequence[float]]
 ) -> list[StepRatio]:
-    """Return what a step of the first system costs beside one of every other."""
+    """Return what a step of the first system costs beside one of each other."""
     ours, *others = systems
     our_times, *other_times = zip(*pairs, strict=True)
     ratios = []
     for other, times in zip(others, other_times, strict=True):
         found = paired_ratio(other.name, our_times, times)
         flop_ratio = ours.flops_per_step / other.flops_per_step
-        ratios.append(
-            StepRatio(
-                over=other.name,
-                time_ratio=found.ratio,
-                time_ratio_iqr=found.ratio_iqr,
-                spread=found.spread,
-                conclusive=found.conclusive,
-                flop_ratio=flop_ratio,
-                cost=found.ratio / flop_ratio,
-            )
-        )
+        ratios.append(StepRatio(time=found, flop_ratio=flop_ratio, cost=found.ratio / flop_ratio))
     return ratios
 
 
 def measure_loss_memory(comparison: TrainComparison) -> LossMemory:
-    """Return the peak of the mixture loss beside a dense one with as many live rows of logits."""
+    """Return the peaks of the mixture loss and of a dense loss with as many live logits."""
     shape, seq_len = comparison.shape, comparison.seq_len
     num_exits = shape.num_exits
     chunk = math.ceil(seq_len / comparison.loss.num_chunks)
     dense_chunk = min(seq_len, num_exits * chunk)
     dense_loss = dataclasses.replace(comparison.loss, num_chunks=math.ceil(seq_len / dense_chunk))
-    bare = comparison.models()["dense"]
     nvium_bytes = _loss_peak(comparison, shape, comparison.loss)
-    dense_bytes = _loss_peak(comparison, bare, dense_loss)
+    dense_bytes = _loss_peak(comparison, shape.dense(), dense_loss)
     return LossMemory(
         live_logit_rows=comparison.batch * num_exits * chunk,
         nvium_mb=nvium_bytes / 1e6,
@@ -237,7 +236,6 @@ def measure_loss_memory(comparison: TrainComparison) -> LossMemory:
 
 
 def _loss_peak(comparison: TrainComparison, shape: ModelShape, config: MixtureLoss.Config) -> int:
-    """Return the peak bytes of what the loss makes, without the gradients of the exit states."""
     torch.manual_seed(comparison.seed)
     with torch.device(comparison.device):
         head = torch.nn.Linear(shape.dim, shape.vocab_size, bias=False, dtype=comparison.dtype)
@@ -253,7 +251,7 @@ def _loss_peak(comparison: TrainComparison, shape: ModelShape, config: MixtureLo
 def loss_peak_bytes(loss: MixtureLoss, pred: tuple[Tensor, Tensor], labels_BT: Tensor) -> int:
     """Return the peak bytes of what a loss and its backward make.
 
-    Exit states and their gradients are the model's: they are not counted.
+    Exit states and their gradients do not count: they are the model's.
 
     Args:
         loss: With its head.

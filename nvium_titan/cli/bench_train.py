@@ -1,14 +1,13 @@
-"""`nvium bench train`: what an N-vium training step costs beside a dense one."""
+"""`nvium bench train`: what a training step of N-vium costs beside one of dense."""
 
 from __future__ import annotations
 
-import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from nvium_titan.cli.common import command_line, progress
+from nvium_titan.cli.common import check_at_least, command_line, counted, progress
 from nvium_titan.errors import BenchError
 
 if TYPE_CHECKING:
@@ -19,18 +18,18 @@ if TYPE_CHECKING:
 class BenchTrain:
     """Measure what a training step costs beside a dense model's, in one process, taking turns.
 
-    A step is forward, loss and backward of random tokens, without optimizer and recomputation.
-    Dense is the same width and depth with one exit and no adapter. Close everything else first:
-    the figures show nothing otherwise.
+    A step is forward, loss and backward on random tokens, without optimizer or recomputation.
+    Dense is the same width and depth with one exit and no adapter. Close everything else first, or
+    the figures show nothing.
 
     nvium bench train --config-file train_configs/quadrivium-768x24.toml
     """
 
     config_file: Path
-    """The TOML file of a training run; its model, [loss] and [training] seq_len count."""
+    """The TOML file of a training run: its model, [loss] and [training] seq_len."""
 
     pairs: int = 5
-    """Rounds in which every model makes one step."""
+    """Pairs: rounds in which every model makes one step."""
 
     batch: int = 1
     """Sequences of a step."""
@@ -39,10 +38,10 @@ class BenchTrain:
     """Tokens of each; default: those of the file."""
 
     twin: bool = False
-    """Also run the dense model with as many parameters (a wider MLP)."""
+    """Also run a dense model with as many parameters (a wider MLP)."""
 
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of weights and activations; default: float32 on a CPU, otherwise bfloat16."""
+    """Type of weights and activations; default: float32 on the CPU, otherwise bfloat16."""
 
     device: str | None = None
     """cpu, cuda or cuda:N; default: the GPU if there is one."""
@@ -51,7 +50,7 @@ class BenchTrain:
     """Compile each layer, as [compile] enable = true does."""
 
     threads: int | None = None
-    """CPU threads; default: as torch sets them."""
+    """CPU threads; default: torch's."""
 
     seed: int = 0
     """Decides weights and tokens."""
@@ -63,14 +62,13 @@ class BenchTrain:
     """Print one JSON object."""
 
     def run(self) -> None:
-        """Measure and print; after Ctrl-C what there is so far.
+        """Measure and print; after Ctrl-C, what there is so far.
 
         Raises:
             BenchError: If a number is impossible, or there is no such device.
             ConfigError: If the file is wrong.
             KeyboardInterrupt: After the figures of an interrupted run have been printed.
         """
-        from nvium_titan import __version__
         from nvium_titan.train import compat
 
         compat.require_torchtitan()
@@ -78,52 +76,20 @@ class BenchTrain:
         import torch
 
         from nvium_titan.bench.machine import describe_cpu
-        from nvium_titan.bench.training import (
-            TrainingSystem,
-            measure_loss_memory,
-            run_pairs,
-            step_ratios,
-        )
-        from nvium_titan.cli.bench_tables import print_training, warn_if_busy
-        from nvium_titan.report.bench_records import TrainReport, to_json
+        from nvium_titan.cli.bench_tables import show, warn_if_busy
 
         comparison = self._comparison()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         cpu = describe_cpu()
         warn_if_busy(cpu)
-        loss_memory = measure_loss_memory(comparison)
-        systems = [
-            TrainingSystem(name, shape, comparison) for name, shape in comparison.models().items()
-        ]
+        systems = comparison.systems()
         with progress("steps", total=comparison.num_runs) as report_done:
-            done = itertools.count(1)
-            pairs = run_pairs(systems, num_pairs=self.pairs, on_run=lambda: report_done(next(done)))
-        times = zip(*pairs, strict=True)
-        report = TrainReport(
-            config_file=str(self.config_file),
-            exits=list(comparison.shape.block_ends),
-            batch=self.batch,
-            seq_len=comparison.seq_len,
-            dtype=str(comparison.dtype).removeprefix("torch."),
-            device=comparison.device_name,
-            is_compiled=self.compile,
-            num_pairs_wanted=self.pairs,
-            num_pairs=len(pairs),
-            seed=self.seed,
-            threads=torch.get_num_threads(),
-            cpu=cpu,
-            versions={"nvium_titan": __version__, "torch": torch.__version__},
-            command=command_line(),
-            systems=[system.figures(t) for system, t in zip(systems, times, strict=True)],
-            ratios=step_ratios(systems, pairs),
-            loss_memory=loss_memory,
-        )
-        if self.json:
-            print(to_json(report))
-        else:
-            print_training(report)
-        if len(pairs) < self.pairs:
+            report = comparison.measure(
+                systems, cpu=cpu, command=command_line(), on_run=counted(report_done)
+            )
+        show(report, as_json=self.json)
+        if not report.is_complete:
             raise KeyboardInterrupt
         if self.profile is not None:
             self.profile.mkdir(parents=True, exist_ok=True)
@@ -139,10 +105,7 @@ class BenchTrain:
         from nvium_titan.train.config import load_config
         from nvium_titan.train.trainer import NviumTrainer
 
-        for name in ("pairs", "batch", "seq_len", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BenchError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        check_at_least(self, BenchError, pairs=1, batch=1, seq_len=1, threads=1)
         has_gpu = torch.cuda.is_available()
         device = self.device or ("cuda" if has_gpu else "cpu")
         if device.startswith("cuda") and not has_gpu:
@@ -160,6 +123,7 @@ class BenchTrain:
             )
         dtype = self.dtype or ("float32" if device == "cpu" else "bfloat16")
         return TrainComparison(
+            config_file=self.config_file,
             shape=shape,
             loss=config.loss,
             batch=self.batch,

@@ -1,7 +1,8 @@
-"""What several subcommands share: loading a model, a progress bar, figures as text."""
+"""What subcommands share: loading a model, checking flags, a progress bar, figures as text."""
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
 import time
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nvium_titan.errors import PromptError
+from nvium_titan.errors import NviumError, PromptError
 
 if TYPE_CHECKING:
     from nvium_titan.convert.load import LoadedModel
@@ -20,7 +21,12 @@ _DRAW_EVERY_S = 0.2
 
 
 def load(path: Path, *, dtype: str | None, device: str) -> LoadedModel:
-    """Return a bundle's or a checkpoint's model; `dtype` names a torch type, or is the bundle's.
+    """Return the model of a bundle or a checkpoint.
+
+    Args:
+        path: The bundle, a step folder, or a run's folder.
+        dtype: Name of a torch type; None keeps the one it has.
+        device: Where to put it.
 
     Raises:
         PromptError: If there is no such device.
@@ -34,13 +40,30 @@ def load(path: Path, *, dtype: str | None, device: str) -> LoadedModel:
     return load_model(path, dtype=getattr(torch, dtype) if dtype else None, device=device)
 
 
+def check_at_least(flags: object, error: type[NviumError], **least: int) -> None:
+    """Check the numbers among a subcommand's flags; None, a default, passes.
+
+    Args:
+        flags: The subcommand.
+        error: What to raise.
+        **least: The least value of each flag, by the name of its field.
+
+    Raises:
+        NviumError: If one is too small.
+    """
+    for name, limit in least.items():
+        value = getattr(flags, name)
+        if value is not None and value < limit:
+            raise error(f"--{name.replace('_', '-')} {value}: must be at least {limit}")
+
+
 @contextmanager
 def progress(title: str, *, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Give a function that takes what is done; a bar appears on stderr after five seconds."""
+    """Give a function to call with how much is done; a bar appears on stderr after five seconds."""
     from rich.console import Console
     from rich.progress import Progress
 
-    # Drawn by whoever reports: a thread that draws would run into what is being measured.
+    # Whoever reports draws: a thread that draws would disturb what is being measured.
     bar = Progress(console=Console(stderr=True), auto_refresh=False)
     task = bar.add_task(title, total=total)
     start = drawn = time.monotonic()
@@ -62,13 +85,19 @@ def progress(title: str, *, total: int | None) -> Iterator[Callable[[int], None]
             bar.stop()
 
 
+def counted(report: Callable[[int], None]) -> Callable[[], None]:
+    """Return a function that reports one more each time it is called."""
+    done = itertools.count(1)
+    return lambda: report(next(done))
+
+
 def command_line() -> str:
-    """Return the command as it was typed, for a report."""
+    """Return the command that was typed, for a report."""
     return shlex.join(["nvium", *sys.argv[1:]])
 
 
 def shown(value: Any) -> str:
-    """Return a figure for people: two decimals, a list with spaces, "-" where there is none."""
+    """Return a figure for people: two decimals, lists with spaces, "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, float):

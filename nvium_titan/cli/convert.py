@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from nvium_titan.eval.perplexity import EncodedDocument
 
 HELD_OUT_TOKENS = 4096
-"""How much of the built-in corpus measures what quantisation costs."""
+"""Tokens of the built-in corpus on which the cost of quantisation is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
     """Turn a training checkpoint into a bundle, which decodes without torchtitan.
 
-    A dense model becomes a plain LlamaForCausalLM. Any number of ranks may have saved it. With
-    --format reference a checkpoint or a bundle becomes one that the N-vium authors' code loads;
-    with --quantize int8 it becomes a bundle of a good quarter of the size, for our decoder alone,
-    and the perplexity that this costs is printed.
+    Any number of ranks may have saved the checkpoint. A dense model becomes a plain
+    LlamaForCausalLM. With --format reference, a checkpoint or bundle becomes a checkpoint that the
+    N-vium authors' code loads. With --quantize int8 it becomes a bundle of little more than a
+    quarter of the size, for this decoder only; the cost in perplexity is printed.
 
     nvium export runs/debug --out bundles/debug
 
@@ -37,11 +37,11 @@ class Export:
     """
 
     checkpoint: tyro.conf.Positional[Path]
-    """A step-N folder, or a run's folder: then its newest step; for reference and int8 also a
+    """A step-N folder, or a run's folder for its newest step; for reference and int8 also a
     bundle."""
 
     out: Path
-    """Folder to write, whole or not at all; an older bundle there is replaced."""
+    """Folder to write, whole or not at all; replaces an older bundle."""
 
     format: Literal["bundle", "reference"] = "bundle"
     """What to write: a bundle, or a checkpoint of the authors' code."""
@@ -50,21 +50,20 @@ class Export:
     """Type of the exported weights; a bundle keeps its own."""
 
     quantize: Literal["int8"] | None = None
-    """Store matrices as int8 with a scale per output, the other tensors as float32."""
+    """Store matrices as int8 with a scale per output, other tensors as float32."""
 
     text: Path | None = None
-    """With --quantize: text to measure the perplexity on, as for nvium eval; default: the first
-    4,096 tokens of held-out documentation of Python."""
+    """With --quantize: text to measure the perplexity on, as in nvium eval; default: the first
+    4,096 tokens of held-out Python documentation."""
 
     tokenizer: str | None = None
-    """Tokenizer to put in: "byte", a folder or a file; default: the one of the training run."""
+    """Tokenizer to include: "byte", a folder or a file; default: that of the training run."""
 
     def run(self) -> None:
         """Write the bundle or the authors' checkpoint.
 
         Raises:
-            BundleError: If options exclude each other, or a bundle is to become the same bundle or
-                to change type or tokenizer.
+            BundleError: If flags exclude each other, or ask for what a bundle cannot become.
         """
         from nvium_titan.bundle.directory import PROVENANCE_FILE
         from nvium_titan.convert.export import export_checkpoint
@@ -118,13 +117,13 @@ class Export:
 
 
 def _quantize(bundle: Path, out: Path, *, text: Path | None) -> list[str]:
-    """Write an int8 bundle; return what it saves and what it costs, a line each."""
+    """Write an int8 bundle; return what it saves and costs, a line each."""
     from nvium_titan.bundle import read_bundle
     from nvium_titan.bundle.config import stored_bytes
     from nvium_titan.convert.export import quantize_bundle
     from nvium_titan.eval.perplexity import encode_documents, read_documents
 
-    # Both read before `out` is written, which may be the same folder.
+    # Read first: `out` may be the same folder.
     config = read_bundle(bundle).config
     model = load(bundle, dtype="float32", device="cpu")
     documents = encode_documents(
@@ -146,7 +145,7 @@ def _quantize(bundle: Path, out: Path, *, text: Path | None) -> list[str]:
 
 
 def _held_out() -> Iterator[str]:
-    """Yield the documents that the built-in corpus keeps for validation, in its order.
+    """Yield the documents that the built-in corpus keeps for validation, in order.
 
     Raises:
         DataError: If this Python has no documentation installed.
@@ -159,7 +158,7 @@ def _held_out() -> Iterator[str]:
         store = TextStore(python_docs())
     except DataError as error:
         raise DataError(
-            "this Python has no documentation to measure the perplexity on; give --text FILE"
+            "this Python comes without documentation to measure perplexity on; give --text FILE"
         ) from error
     source = IndexedSource(store, name="python_docs", split="validation", seed=0)
     return (item.text for item in source.documents() if isinstance(item, Document))
@@ -188,30 +187,30 @@ class Import:
     """
 
     checkpoint: tyro.conf.Positional[Path]
-    """The folder with config.json and model.safetensors (or shards); the authors' is told by its
-    exp_config.json or .hydra/config.yaml."""
+    """The folder with config.json and model.safetensors or its shards; one with exp_config.json or
+    .hydra/config.yaml is the authors'."""
 
     out: Path
-    """Bundle to write, whole or not at all; an older bundle there is replaced."""
+    """Bundle to write, whole or not at all; replaces an older bundle."""
 
     exits: str | None = None
-    """Grow junctions on a pretrained LLaMA after these layers, such as 6,12,18: the final exit's
-    logits stay the same to the bit, the routers start near "continue" (w = 0.018)."""
+    """Add junctions to a pretrained LLaMA after these layers, such as 6,12,18. The final exit's
+    logits stay the same to the bit; routers start near "continue" (w = 0.018)."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type to convert a LLaMA to; default: as stored."""
+    """Type to convert a LLaMA to; default: as it is stored."""
 
     tokenizer: str | None = None
-    """Tokenizer to put in: "byte", a folder or a file; default: the one in the folder."""
+    """Tokenizer to include: "byte", a folder or a file; default: the one in the folder."""
 
     seed: int = 0
-    """Seeds the random part of grown junctions."""
+    """Decides the random weights of new junctions."""
 
     def run(self) -> None:
-        """Write the bundle; list what is new in it and the tables that train it.
+        """Write the bundle; list its new tensors and the TOML tables that train them.
 
         Raises:
-            BundleError: If --exits or --dtype are given for the authors' format.
+            BundleError: If --exits or --dtype are given for a checkpoint of the authors' code.
             ConfigError: If --exits is not a list of numbers.
         """
         from nvium_titan.convert.hf import import_hf, training_tables
@@ -221,7 +220,7 @@ class Import:
             if self.exits is not None or self.dtype is not None:
                 raise BundleError(
                     f"{self.checkpoint} is a checkpoint of the authors' code: it has exits and "
-                    "keeps its type (no --exits, no --dtype)"
+                    "keeps its type; leave out --exits and --dtype"
                 )
             import_reference(self.checkpoint, self.out, tokenizer=self.tokenizer)
             print(f"imported {self.checkpoint} to {self.out}")
@@ -236,6 +235,6 @@ class Import:
         )  # fmt: skip
         print(f"imported {self.checkpoint} to {self.out}")
         if new:
-            print(f"{len(new)} new tensors, to be trained; the others are as they were:")
+            print(f"{len(new)} new tensors, which need training; the others are unchanged:")
             print("\n".join(f"  {name} {list(shape)}" for name, shape in new.items()))
-            print(f"\nto train it, put into the TOML file:\n\n{training_tables(self.out)}", end="")
+            print(f"\nto train them, add to the TOML file:\n\n{training_tables(self.out)}", end="")

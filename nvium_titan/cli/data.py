@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from nvium_titan.cli.common import progress
+from nvium_titan.cli.common import check_at_least, progress
 from nvium_titan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ def _num_cores() -> int:
 class Prepare:
     """Encode the text of a training run into shards of token ids, with several processes.
 
-    It reads the run's own file: the text is what [dataloader] names (path, corpus or dataset), the
-    tokenizer what hf_assets_path names. Training on the folder then gives the same sequences as
-    training on the text, to the token, for any seed, split, sequence length and number of ranks;
-    it only encodes nothing. (A stream from the hub is shuffled then, and any number of ranks share
-    it.) Worth it for large text, many GPUs, Parquet files and hub streams.
+    The run's file names the text ([dataloader] path, corpus or dataset) and the tokenizer
+    (hf_assets_path). Training on the folder gives the same sequences as training on the text, to
+    the token, for any seed, split, sequence length and number of ranks, without encoding anything;
+    a stream from the hub is shuffled as well, and any number of ranks share it. It pays for large
+    text, many GPUs, Parquet files and hub streams.
 
-    Stop it whenever you like: the same command goes on, and loses the shards at hand. The folder
-    appears when it is whole.
+    Interrupt it at any time: the same command continues and redoes only unfinished shards. The
+    folder appears once it is complete.
 
     nvium data prepare --config-file train_configs/demo.toml --out data/demo
 
@@ -45,28 +45,25 @@ class Prepare:
     """The TOML file of the training run."""
 
     out: Path
-    """Folder to write, whole or not at all. If it holds this very text already, nothing is done."""
+    """Folder to write, whole or not at all; nothing is done if it holds this text already."""
 
     table: Literal["dataloader", "validator.dataloader"] = "dataloader"
-    """Which table of the file names the text. Files and the corpus need preparing once: the shards
-    know the split of each document, so the same folder serves training and validation."""
+    """Table of the file that names the text. Prepare files and the corpus once: shards know the
+    split of each document, so one folder serves training and validation."""
 
     workers: int = field(default_factory=_num_cores)
-    """Processes that encode; default: one for each core."""
+    """Processes that encode; default: one per core."""
 
     documents_per_shard: int = 32768
-    """Most documents of a shard: one file, and what each process loses when it is interrupted."""
+    """Most documents of a shard, which is one file, and what an interrupt costs each process."""
 
     def run(self) -> None:
-        """Prepare, then say how to train on it.
+        """Prepare, then say how to train on the folder.
 
         Raises:
             ConfigError: If a number is not positive.
         """
-        for name in ("workers", "documents_per_shard"):
-            if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} {getattr(self, name)}: must be at least 1")
+        check_at_least(self, ConfigError, workers=1, documents_per_shard=1)
         from nvium_titan.train import compat
 
         compat.require_torchtitan()
@@ -89,25 +86,25 @@ class Prepare:
         if first:
             print(f"skipped {manifest.num_rejected:,} documents, the first {first}")
         print(
-            f'\nto train on it, write instead of the text:\n\n[{self.table}]\npath = "{self.out}"'
+            f'\nto train on it, name it instead of the text:\n\n[{self.table}]\npath = "{self.out}"'
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Read a prepared folder whole and compare it with its manifest.
+    """Read all of a prepared folder and compare it with its manifest.
 
-    Training checks the size and index of each shard when it opens it, and each document when it
-    reads it; small folders whole. This finds all damage at once, for instance after copying.
+    Training checks small folders whole; of others, the size and index of each shard when it opens
+    it, and each document when it reads it. This finds all damage at once, such as after copying.
 
     nvium data check data/demo
     """
 
     folder: tyro.conf.Positional[Path]
-    """A folder of nvium data prepare."""
+    """A folder from nvium data prepare."""
 
     workers: int = field(default_factory=_num_cores)
-    """Processes that read; default: one for each core."""
+    """Processes that read; default: one per core."""
 
     def run(self) -> None:
         """Check and print what is in the folder.
@@ -115,8 +112,7 @@ class Check:
         Raises:
             ConfigError: If the number of processes is not positive.
         """
-        if self.workers < 1:
-            raise ConfigError(f"--workers {self.workers}: must be at least 1")
+        check_at_least(self, ConfigError, workers=1)
         from nvium_titan.train.data.prepare import check
 
         shown = partial(progress, "documents checked")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Eval:
     """Measure the perplexity of a text, per token, word and byte.
 
-    One pass gives the mixture (the model), each early exit alone and the final exit alone. BOS
+    One pass scores the mixture (the model), each early exit alone and the final exit alone. BOS
     starts every document; its end is not scored. A training checkpoint is converted in memory.
 
     nvium eval bundles/debug --text held_out.jsonl --window 1024 --stride 512 --tokens 5000000
@@ -29,26 +29,27 @@ class Eval:
     """A bundle from nvium export; or a step-N folder, or a run's folder: then its newest step."""
 
     text: Path
-    """A .jsonl of documents, one a row, or any other text file: one document."""
+    """A .jsonl with a document per row, or any other text file: one document."""
 
     text_column: str = "text"
-    """The key of a row that holds its text."""
+    """Key of the text in a row."""
 
     tokens: int | None = None
     """Score the first N tokens; default: all."""
 
     window: int | None = None
-    """Most tokens that a prediction is conditioned on; default: the model's context."""
+    """Most tokens of context of a prediction; default: the model's context."""
 
     stride: int | None = None
-    """Tokens each further window scores, with at least window - stride before; default: window."""
+    """Tokens that each further window scores, with window - stride before them at least; default:
+    window."""
 
     batch_size: int = 1
-    """Windows handed to the engine at once; changes no result."""
+    """Windows handed to the engine at once; no result depends on it."""
 
     dtype: Literal["float32", "bfloat16", "float64", "int8"] | None = None
-    """Type to compute in; int8: int8 weights, else float32. Default: int8 for a quantised bundle,
-    otherwise float32. Sums are float64."""
+    """Type to compute in; int8 means int8 weights, the rest in float32. Default: int8 for a
+    quantised bundle, otherwise float32. Sums are float64."""
 
     device: str = "cpu"
     """cpu, cuda or cuda:N."""

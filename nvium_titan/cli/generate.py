@@ -1,4 +1,4 @@
-"""`nvium generate`: text, its law and its figures."""
+"""`nvium generate`: text, the law it was sampled from, and its figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TITLES = {"certified_early": "tokens certified early"}
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Continue prompts with a trained model; the new text goes to stdout as it is sampled.
+    """Continue prompts with a trained model; new text goes to stdout as it is sampled.
 
     By default every token is an exact sample of the mixture of exits. Temperature, filters, greedy,
     a forced exit and a router temperature change the law; --stats and --json name it. A training
@@ -55,81 +55,88 @@ class Generate:
     """Text to continue; - reads it from stdin."""
 
     prompts_file: Path | None = None
-    """Many texts to continue instead, each on its own. In a .jsonl file every line is an object
-    with the text under "prompt" or else "text"; in any other file every line is a prompt. Blank
-    lines are left out. Answers come in the order of the file."""
+    """Continue the prompts of a file instead, each on its own. In a .jsonl file every line is an
+    object with the text under "prompt" or "text"; in any other file every line is a prompt. Blank
+    lines are skipped. Answers come in the order of the file."""
 
     batch: int = 8
-    """With --prompts-file: decode this many together. It changes the speed, not the answers."""
+    """With --prompts-file: decode this many at once. That changes the speed, not the answers."""
+
+    schedule: Literal["lockstep", "periodic", "auto"] = "lockstep"
+    """With --prompts-file: when the batch runs which block. auto finds the fastest from the exit
+    shares of the first tokens; lockstep and periodic (the first block once more before each sweep
+    down) insist. The answers are the same."""
 
     max_new_tokens: int = 128
-    """Most tokens to sample; fewer if the model ends the text or its context is full."""
+    """Most tokens to sample; fewer come if the model ends the text or its context is full."""
 
     temperature: float | None = None
-    """1 samples as it is; 0: the likeliest token of the mixture. Default: 1, with --greedy 0."""
+    """1 samples the model as it is, 0 takes the likeliest token of the mixture; default: 1, and 0
+    with --greedy."""
 
     top_k: int = 0
-    """Sample among the k likeliest tokens; 0: all."""
+    """Sample among the k likeliest tokens; 0 keeps all."""
 
     top_p: float = 1.0
-    """Sample among the likeliest tokens that together have this probability."""
+    """Sample among the likeliest tokens that together reach this probability."""
 
     min_p: float = 0.0
     """Sample among tokens at least this fraction as likely as the likeliest."""
 
     filter_scope: Literal["exit", "mixture"] = "exit"
-    """What temperature and filters act on. The mixture needs every layer for every token."""
+    """What temperature and filters act on; the mixture needs every layer for every token."""
 
     greedy: Literal["mixture", "router"] | None = None
-    """mixture: temperature 0. router: leave where w > 1/2, take the likeliest token there."""
+    """mixture: temperature 0; router: leave where w > 1/2, take the likeliest token there."""
 
     router_temperature: float = 1.0
-    """Divides the router logits: another value samples a mixture with other weights."""
+    """Divides the router logits; other values than 1 sample a mixture with other weights."""
 
     exit: int | None = None
-    """Always leave at this exit, 1 the earliest; default: the routers decide."""
+    """Always leave at this exit, 1 being the earliest; default: the routers decide."""
 
     seed: int = 0
-    """The same seed gives the same text. Prompt i of a file, from 0, takes seed + i."""
+    """The same seed gives the same text; prompt i of a file, from 0, takes seed + i."""
 
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text that ends the generation and is not printed; may be given several times."""
+    """Text that ends the answer and is not printed; may be given several times."""
 
     lazy_prefill: bool = False
     """Run the upper layers of the prompt only when a token needs them: the first token may come
-    sooner, the text is the same."""
+    sooner; the text stays the same."""
 
     ignore_eos: bool = False
-    """Go on after the end token, which then is a token like any other."""
+    """Do not stop at the end token."""
 
     max_seq_len: int | None = None
-    """Most tokens of prompt and new text together; default: the model's own context."""
+    """Most tokens of prompt and answer together; default: the model's context."""
 
     dtype: Literal["float32", "bfloat16", "float64", "int8"] | None = None
-    """Type to compute in; int8: int8 weights, else float32. Default: int8 for a quantised bundle,
-    otherwise float32."""
+    """Type to compute in; int8 means int8 weights, the rest in float32. Default: int8 for a
+    quantised bundle, otherwise float32."""
 
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
 
     stream: bool = True
-    """Write the text as it comes, not at the end; the answers to a file as each is complete."""
+    """Print text as it comes, and of a prompts file each answer once it is complete."""
 
     stats: bool = False
     """Print exit shares, group sizes, layers run, tokens certified early and speed to stderr."""
 
     log_probs: bool = False
-    """With --json: the log-probabilities of each token (nats): exit, token at it, both, mixture."""
+    """With --json: log-probabilities of each token, nats: its exit, the token there, both together,
+    and the token under the mixture."""
 
     json: bool = False
-    """Print one JSON object a prompt instead of the text; it repeats the settings."""
+    """Print one JSON object per prompt instead of the text, with the settings."""
 
     def run(self) -> None:
         """Sample and print.
 
         Raises:
-            PromptError: If there is nothing to continue, settings exclude each other, or there is
-                no such device.
+            PromptError: If there is nothing to continue, flags exclude each other, or there is no
+                such device.
         """
         from nvium_titan.decode import Engine
 
@@ -181,8 +188,9 @@ class Generate:
     def _continue_all(
         self, prompts: list[str], engine: Engine, model: LoadedModel, settings: dict[str, Any]
     ) -> None:
-        """Answer each prompt in a batch; an answer is printed once those before it are."""
+        """Continue the prompts in a batch; print each answer after those before it."""
         from nvium_titan.decode import GenerationRequest, TextPieces, TextResult
+        from nvium_titan.decode.schedule import named_schedule
 
         all_ids = [_encode(model, prompt) for prompt in prompts]
         batch = engine.generate_batch(
@@ -191,6 +199,7 @@ class Generate:
                 for row, prompt_ids in enumerate(all_ids)
             ],
             batch_size=self.batch,
+            schedule=named_schedule(self.schedule),
         )
         rows = [
             TextPieces(model.tokenizer.stream(prompt_ids), stop_strings=self.stop)
@@ -244,8 +253,8 @@ class Generate:
 
         if self.greedy and self.temperature:
             raise PromptError(
-                f"--greedy {self.greedy} takes the likeliest token, but --temperature is "
-                f"{self.temperature:g}; leave one of them out"
+                f"--greedy {self.greedy} takes the likeliest token, so it does not go with "
+                f"--temperature {self.temperature:g}; leave one of them out"
             )
         if self.exit is not None and self.greedy:
             raise PromptError(
@@ -256,8 +265,8 @@ class Generate:
         if self.router_temperature != 1 and not is_routed:
             other = "--greedy router" if self.exit is None else f"--exit {self.exit}"
             raise PromptError(
-                f"--router-temperature {self.router_temperature:g} acts where the exit is drawn "
-                f"from the routers, which {other} does not do; leave one of them out"
+                f"--router-temperature {self.router_temperature:g} changes how routers draw the "
+                f"exit, but with {other} they draw none; leave one of them out"
             )
         default = 0.0 if self.greedy else 1.0
         sampling = SamplingParams(
@@ -277,7 +286,7 @@ class Generate:
 def _encode(model: LoadedModel, prompt: str) -> list[int]:
     prompt_ids = model.tokenizer.encode(prompt, add_bos=True)
     if not prompt_ids:
-        raise PromptError("the prompt is empty, and this tokenizer has no token to start from")
+        raise PromptError("the prompt is empty, and this tokenizer has no BOS to start from")
     return prompt_ids
 
 
@@ -323,7 +332,7 @@ def _report(result: GenerationResult, *, num_layers: int) -> dict[str, Any]:
 
 
 def _log_probs(result: GenerationResult) -> list[dict[str, Any]]:
-    """Return a row per token; `path` is leaving at the exit and drawing the token there."""
+    """Return a row per token; `path` is leaving at its exit and drawing the token there."""
     rows = zip(
         result.exit_indices,
         result.log_exits or (),

@@ -1,4 +1,4 @@
-"""`nvium info`: what a model size has and costs."""
+"""`nvium info`: the parameters and costs of a model size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """Show what a model size has and costs: parameters, FLOPs per token, exits, decode speed-up.
+    """Show a model size: parameters, FLOPs per token, exits, highest decode speed-up.
 
     nvium info --list
 
@@ -22,10 +22,10 @@ class Info:
     """List the named sizes with their parameters."""
 
     seq_len: int | None = None
-    """Tokens that attention is counted over; default: the longest of the size."""
+    """Tokens over which attention is counted; default: the longest sequence of the size."""
 
     exit_probs: tuple[float, ...] | None = None
-    """Share of tokens leaving at each exit, to bound the decode speed-up; default: all alike."""
+    """Share of the tokens that leave at each exit, to bound the decode speed-up; default: equal."""
 
     json: bool = False
     """Print one JSON object."""

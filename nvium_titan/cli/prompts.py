@@ -11,18 +11,18 @@ from nvium_titan.errors import PromptError
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts of a file, in its order.
 
-    A .jsonl file has one object a line, with the prompt under "prompt" or else "text"; in any other
-    file each line is a prompt. Blank lines are left out.
+    A .jsonl file has an object per line, with the prompt under "prompt" or else "text"; in any
+    other file each line is a prompt. Blank lines are skipped.
 
     Raises:
-        PromptError: If the file cannot be read, has no prompt, or a line is malformed.
+        PromptError: If the file cannot be read, has no prompt, or has a malformed line.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise PromptError(
             f"--prompts-file {path}: cannot be read: {error.strerror}; give a file with a prompt "
-            'on each line, or .jsonl with rows like {"prompt": "..."}'
+            'per line, or a .jsonl with rows like {"prompt": "..."}'
         ) from error
     except UnicodeDecodeError as error:
         raise PromptError(f"--prompts-file {path}: {error}; save it as UTF-8") from error

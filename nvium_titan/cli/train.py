@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train an N-vium or its dense twin from a TOML file; the same as python -m nvium_titan.train.
+    """Train an N-vium or its dense twin from a TOML file, as python -m nvium_titan.train does.
 
     nvium train --config-file train_configs/debug.toml --training.steps 50
 

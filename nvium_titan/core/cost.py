@@ -98,6 +98,14 @@ def weights_read_per_token(shape: ModelShape, exit_shares: Sequence[float]) -> f
     return total
 
 
+def head_cost(shape: ModelShape) -> float:
+    """Return the weights of a head call, its adapter included, over those of a mean block call."""
+    junctions = len(shape.exit_layers) * (router_params(shape) + shape.dim)
+    blocks = shape.num_layers * layer_params(shape) + junctions
+    head = shape.vocab_size * shape.dim + adapter_params(shape) + shape.dim
+    return head / (blocks / shape.num_exits)
+
+
 def limit_speedup(shape: ModelShape, exit_shares: Sequence[float]) -> float:
     """Return the decode speed-up over dense that reading weights allows: the bandwidth limit.
 

@@ -13,15 +13,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from typing import Literal
 
 import torch
 
+from nvium_titan.core.cost import head_cost
 from nvium_titan.decode.generation import GenerationResult, RequestRun
 from nvium_titan.decode.laws import Law, law_of
 from nvium_titan.decode.results import BatchStats, GeneratedToken
 from nvium_titan.decode.runner import Runner
-from nvium_titan.decode.schedule import Schedule
+from nvium_titan.decode.schedule import LockStep, Schedule, choose_schedule
+
+_MEASURED_ROUNDS = 16
+"""Rounds in lock-step, which give the exit shares that "auto" chooses by."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +57,7 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         openers: Sequence[Callable[[], RequestRun]],
         *,
         batch_size: int,
-        schedule: Schedule,
+        schedule: Schedule | Literal["auto"],
     ) -> None:
         """Take checked requests; nothing runs yet.
 
@@ -61,13 +65,17 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
             runner: The model.
             openers: For each request, what makes its run and its buffers when its turn comes.
             batch_size: Most rows at once.
-            schedule: When which block runs.
+            schedule: When which block runs; "auto" chooses after `_MEASURED_ROUNDS` rounds.
         """
         self.stats = BatchStats()
         self._runner = runner
         self._waiting = deque(enumerate(openers))
         self._batch_size = batch_size
-        self._limits = cycle(schedule.limits(runner.num_exits))
+        self._is_auto = schedule == "auto"
+        self._schedule = LockStep() if schedule == "auto" else schedule
+        self._limits: deque[int] = deque()
+        self._num_rounds = 0
+        self._exit_counts = [0] * runner.num_exits
         self._rows: list[_Row] = []
         self._tokens: deque[tuple[int, GeneratedToken]] = deque()
         self._results: list[GenerationResult | None] = [None] * len(openers)
@@ -134,7 +142,7 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
     def _round(self) -> None:
         """Run the blocks below the limit of this round, then the head; see `decode.schedule`."""
         self._round_start = time.perf_counter()
-        limit = next(self._limits)
+        limit = self._next_limit()
         for row in self._rows:
             if row.law is None:
                 row.run.prepare()
@@ -148,6 +156,21 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         self._busy_s = self._now()
         self.stats.decode_s = self._busy_s - self.stats.prefill_s
         self._drop_finished()
+
+    def _next_limit(self) -> int:
+        """Return how many blocks this round may run."""
+        self._num_rounds += 1
+        if self._is_auto and self._num_rounds > _MEASURED_ROUNDS:
+            self._is_auto = False
+            total = sum(self._exit_counts)
+            self._schedule = choose_schedule(
+                [count / total for count in self._exit_counts],
+                num_rows=len(self._rows),
+                head_cost=head_cost(self._runner.params.shape),
+            )
+        if not self._limits:
+            self._limits.extend(self._schedule.limits(self._runner.num_exits))
+        return self._limits.popleft()
 
     def _now(self) -> float:
         """Return the seconds that the batch itself has taken; a slow consumer does not count."""
@@ -216,6 +239,7 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         row.run.take(token)
         self._tokens.append((row.index, token))
         self.stats.num_new_tokens += 1
+        self._exit_counts[token.exit_index] += 1
         now, stats = self._now(), row.run.state.stats
         if len(row.run.tokens) == 1:
             row.first_token_s = now

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -266,7 +267,7 @@ class Engine:
         requests: Sequence[GenerationRequest],
         *,
         batch_size: int | None = None,
-        schedule: Schedule = _LOCK_STEP,
+        schedule: Schedule | Literal["auto"] = _LOCK_STEP,
     ) -> BatchGeneration:
         """Return the new tokens of several requests as they come; all are checked at once.
 
@@ -278,7 +279,7 @@ class Engine:
             requests: At least one; each with its own settings and seed.
             batch_size: Most rows at once, which bounds the memory; all if None. Where a row ends,
                 the next request begins.
-            schedule: When which block runs; `choose_schedule` finds one from measured exit shares.
+            schedule: When which block runs; "auto" chooses by the exit shares of the first tokens.
 
         Raises:
             PromptError: If there is no request, `batch_size` is not positive, or a request is

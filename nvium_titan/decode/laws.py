@@ -14,7 +14,7 @@ Shapes: N exits of one token, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -63,25 +63,7 @@ def choose_token(
         exit_index += 1
 
 
-class Law(Protocol):
-    """One token being chosen."""
-
-    def asks_router(self, exit_index: int) -> bool:
-        """Return whether the router logit of an exit is wanted."""
-
-    def after_block(self, exit_index: int, router_logit: float) -> tuple[int, ...]:
-        """Return the exits whose logits are wanted now; none to go deeper.
-
-        Args:
-            exit_index: The exit behind the block that has just run; they come in order.
-            router_logit: Its z_k, exit minus continue; NaN if it was not asked for.
-        """
-
-    def after_logits(self, logits_NV: Tensor) -> GeneratedToken | None:
-        """Return the token, from the logits just asked for; None to go deeper."""
-
-
-def law_of(sampling: SamplingParams, policy: ExitPolicy) -> type[Drawn | Certified | Blended]:
+def law_of(sampling: SamplingParams, policy: ExitPolicy) -> type[Law]:
     """Return how the tokens of a request are chosen."""
     if policy.router_temperature is None:
         return Drawn
@@ -140,8 +122,17 @@ class ExitLogProbs:
         return log_exit
 
 
-class _Law(Law):
+class Law(ABC):
+    """One token being chosen: what each law does is in these three answers."""
+
     def __init__(self, forward: Forward, state: DecodeState, job: TokenJob) -> None:
+        """Begin below the first block.
+
+        Args:
+            forward: The model.
+            state: The sequence whose next token is chosen.
+            job: How.
+        """
         self.forward = forward
         self.state = state
         self.job = job
@@ -150,7 +141,21 @@ class _Law(Law):
         self._own = ExitLogProbs()
 
     def asks_router(self, exit_index: int) -> bool:
+        """Return whether the router logit of an exit is wanted."""
         return exit_index < self.job.num_junctions
+
+    @abstractmethod
+    def after_block(self, exit_index: int, router_logit: float) -> tuple[int, ...]:
+        """Return the exits whose logits are wanted now; none to go deeper.
+
+        Args:
+            exit_index: The exit behind the block that has just run; they come in order.
+            router_logit: Its z_k, exit minus continue; NaN if it was not asked for.
+        """
+
+    @abstractmethod
+    def after_logits(self, logits_NV: Tensor) -> GeneratedToken | None:
+        """Return the token, from the logits just asked for; None to go deeper."""
 
     def _arrive(self, exit_index: int, router_logit: float) -> None:
         """Take note of an exit, and of log p_k by the model's own routers."""
@@ -171,7 +176,7 @@ class _Law(Law):
         return GeneratedToken(token_id, self.exit_index, position, self.log_exit, log_prob)
 
 
-class Drawn(_Law):
+class Drawn(Law):
     """Leave where the policy says, sample that exit.
 
     N-vium (arXiv:2605.13190), Sec. 4.2 and App. B.2: with the routers' own draws this samples
@@ -205,7 +210,7 @@ class Drawn(_Law):
         return self._token(token_id, logits_NV[0])
 
 
-class Certified(_Law):
+class Certified(Law):
     """Take argmax pi_mix as soon as it is certain; see `is_decided`.
 
     No head is evaluated while r_k >= 1/2; then all exits so far go through it in one call, and each
@@ -245,7 +250,7 @@ class Certified(_Law):
         return self._token(int(self._partial_V.argmax()), logits_NV[-1])
 
 
-class Blended(_Law):
+class Blended(Law):
     """Sample F(pi_mix): every block, every router, one head call with a row per exit."""
 
     def __init__(self, forward: Forward, state: DecodeState, job: TokenJob) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Literal, Protocol
 
 from typing_extensions import override
 
@@ -26,6 +26,18 @@ class Schedule(Protocol):
 
     def limits(self, num_blocks: int) -> tuple[int, ...]:
         """Return the number of blocks that each round of a cycle may run; the last has all."""
+
+
+ScheduleName = Literal["lockstep", "periodic", "auto"]
+"""`LockStep`; `Periodic` with one replay of the first block; the better of all of them, by
+`choose_schedule`, from the exit shares of a batch's first tokens."""
+
+
+def named_schedule(name: ScheduleName) -> Schedule | Literal["auto"]:
+    """Return the schedule of a name, as `Engine.generate_batch` takes it."""
+    if name == "auto":
+        return "auto"
+    return LockStep() if name == "lockstep" else Periodic(num_replays=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,17 @@ LARGEST_GROUP = 32
 
 LARGEST_PREFILL = 128
 """Most rows of one block call, in a prefill and of all sequences of a batch together."""
+
+
+class LayerSlots(NamedTuple):
+    """What one layer of a sequence stores, as attention wants it."""
+
+    kv_1GSH: Tensor
+    """Keys (first half of the heads), then values."""
+    keys_1GSH: Tensor
+    """The keys, in the same memory."""
+    values_1GSH: Tensor
+    """The values, likewise."""
 
 
 class SequenceBuffers:
@@ -57,6 +69,10 @@ class SequenceBuffers:
         self.num_kv_heads = shape.num_kv_heads
         self.kv_LGSH = zeros(shape.num_layers, 2 * shape.num_kv_heads, num_slots, shape.head_dim)
         """Keys (first G heads) and values (last G heads), in the layout of Hugging Face."""
+        self.layers = tuple(
+            LayerSlots(kv_1GSH, *torch.split(kv_1GSH, shape.num_kv_heads, dim=1))
+            for kv_1GSH in self.kv_LGSH.unsqueeze(1).unbind(0)
+        )
         self.boundary_SD = tuple(zeros(num_slots, shape.dim) for _ in range(shape.num_exits + 1))
         """Boundary states: embeddings, then the residual stream behind each block."""
 

@@ -100,7 +100,7 @@ class TextGeneration(Iterator[str]):
         Args:
             generation: Fresh; this object ends it where a stop string comes.
             stream: A fresh stream of the model's tokenizer.
-            stop_strings: See `TextPieces`.
+            stop_strings: Texts that end it and are not part of it.
 
         Raises:
             PromptError: If a stop string is empty.

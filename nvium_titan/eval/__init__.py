@@ -1,1 +1,1 @@
-"""Evaluation of exported models and of training checkpoints."""
+"""Evaluation of bundles and of training checkpoints."""

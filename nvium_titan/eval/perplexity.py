@@ -1,11 +1,10 @@
 """Perplexity of a text: per token, word and byte; of the mixture, each exit alone, the final exit.
 
-The rules, which the result repeats. BOS starts every document, where the tokenizer has one. The
-text alone is scored: EOS is neither appended nor a target, so that the figures per word and byte
-are those of the text. A document longer than the window is scored in sliding windows: each moves on
-by the stride and scores what is new, so that every token is scored once, with at least
-window - stride tokens of context where the document has them. With stride = window this is the
-rolling log-likelihood of lm-eval.
+The rules, which the result repeats: BOS starts every document, if the tokenizer has one. Only the
+text is scored: EOS is neither appended nor a target, so figures per word and byte are those of the
+text. A document longer than the window is scored in sliding windows: each moves on by the stride
+and scores what is new. So every token is scored once, with at least window - stride tokens of
+context where the document has them. With stride = window this is lm-eval's rolling log-likelihood.
 
 Shapes: B windows, T tokens, E exits.
 """
@@ -29,10 +28,10 @@ from nvium_titan.text.tokenizer import Tokenizer
 
 
 class EncodedDocument(NamedTuple):
-    """A document, or its beginning, ready to score."""
+    """A document, or the beginning of one, ready to score."""
 
     token_ids: list[int]
-    """BOS if there is one, then the text; every id but the first is a target."""
+    """BOS, if there is one, and the text; every id but the first is a target."""
     num_words: int
     """Words of the text."""
     num_bytes: int
@@ -40,7 +39,7 @@ class EncodedDocument(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A stretch of a document that is scored in one prefill."""
+    """A stretch of a document that one prefill scores."""
 
     document_index: int
     token_ids: list[int]
@@ -49,7 +48,7 @@ class Window(NamedTuple):
 
 
 class DocumentScore(NamedTuple):
-    """What a model gives one document, summed over its targets, float64."""
+    """How well a model predicts one document, summed over its targets, in float64."""
 
     log_mix: float
     """Log-likelihood under the mixture, nats."""
@@ -62,17 +61,16 @@ class DocumentScore(NamedTuple):
 
 
 def read_documents(path: Path, *, text_column: str = "text") -> Iterator[str]:
-    """Yield the documents of a file: each row of a .jsonl (or .json), or the whole of any other.
+    """Yield the documents of a file: each row of a .jsonl or .json, or all of any other.
 
-    Documents without a character are left out.
+    Empty documents are left out.
 
     Args:
         path: The file.
-        text_column: The key of a row that holds its text.
+        text_column: Key of the text in a row.
 
     Raises:
-        DataError: If the file is missing, or a row or a part of the text cannot be used: an
-            evaluation leaves nothing out silently.
+        DataError: If the file is missing, or any part of the text cannot be used.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; give a text file or a .jsonl of documents (--text)")
@@ -81,6 +79,7 @@ def read_documents(path: Path, *, text_column: str = "text") -> Iterator[str]:
     for index in range(len(store)):
         item = store.read(index)
         if isinstance(item, Rejected):
+            # An evaluation leaves nothing out silently.
             raise DataError(f"{item.place}: {item.reason}; fix the text to evaluate on")
         pieces.append(item.text)
         if item.is_end:
@@ -93,9 +92,9 @@ def read_documents(path: Path, *, text_column: str = "text") -> Iterator[str]:
 def encode_documents(
     documents: Iterator[str], tokenizer: Tokenizer, *, max_tokens: int | None = None
 ) -> list[EncodedDocument]:
-    """Return the documents as token ids, up to `max_tokens` targets; the last may be cut there.
+    """Return documents as token ids; the last is cut where `max_tokens` targets are reached.
 
-    Words and bytes of a document that is cut are those of the text that its tokens decode to.
+    Words and bytes of the cut document are those of the text that its tokens decode to.
 
     Args:
         documents: Texts.
@@ -120,7 +119,7 @@ def encode_documents(
         if room == 0:
             break
     if not encoded:
-        raise DataError("no text to evaluate on: every document is empty, or has a single token")
+        raise DataError("no text to evaluate on: every document is empty or has a single token")
     return encoded
 
 
@@ -153,16 +152,13 @@ def score_documents(
 ) -> list[DocumentScore]:
     """Return the log-likelihoods of each document.
 
-    Windows of a batch are padded on the right with their last token; what lies there is dropped,
-    and nothing before it depends on it.
-
     Args:
         engine: The model.
         documents: What to score.
-        window: As `sliding_windows`; at most the engine's `max_seq_len`.
-        stride: As `sliding_windows`.
+        window: As in `sliding_windows`; at most the engine's `max_seq_len`.
+        stride: As in `sliding_windows`.
         batch_size: Windows per call of the engine, which runs them one after the other.
-        on_progress: Called with the number of targets scored so far after each batch.
+        on_progress: Called after each batch with the number of targets scored so far.
 
     Raises:
         PromptError: If `window`, `stride` or `batch_size` is out of range.
@@ -181,6 +177,7 @@ def score_documents(
     windows = sliding_windows(documents, window=window, stride=stride)
     while batch := list(islice(windows, batch_size)):
         longest = max(len(w.token_ids) for w in batch)
+        # Padding goes to the right: nothing before depends on it, and its scores are dropped.
         padded = [w.token_ids + w.token_ids[-1:] * (longest - len(w.token_ids)) for w in batch]
         scores = engine.score(padded)
         for b, (index, ids, count) in enumerate(batch):
@@ -217,8 +214,8 @@ def evaluate(
         documents: From `encode_documents`.
         window: Most tokens of context; the engine's `max_seq_len` if None.
         stride: Targets of each further window; the window if None.
-        batch_size: As `score_documents`; changes no result.
-        on_progress: As `score_documents`.
+        batch_size: As in `score_documents`; no result depends on it.
+        on_progress: As in `score_documents`.
 
     Raises:
         PromptError: If `window`, `stride` or `batch_size` is out of range.
@@ -243,14 +240,7 @@ def evaluate(
     totals["final exit"] = exits[-1]
     return PerplexityResult(
         modes=[
-            ModePerplexity(
-                mode=mode,
-                log_likelihood=total,
-                token_perplexity=_perplexity(total, num_tokens),
-                word_perplexity=_perplexity(total, num_words),
-                byte_perplexity=_perplexity(total, num_bytes),
-            )
-            for mode, total in totals.items()
+            _mode(name, total, num_tokens, num_words, num_bytes) for name, total in totals.items()
         ],
         exit_shares=shares_E.tolist(),
         window=window,
@@ -261,6 +251,18 @@ def evaluate(
         num_bytes=num_bytes,
         starts_with_bos=tokenizer.bos_id is not None,
         scores_eos=False,
+    )
+
+
+def _mode(
+    name: str, log_likelihood: float, num_tokens: int, num_words: int, num_bytes: int
+) -> ModePerplexity:
+    return ModePerplexity(
+        mode=name,
+        log_likelihood=log_likelihood,
+        token_perplexity=_perplexity(log_likelihood, num_tokens),
+        word_perplexity=_perplexity(log_likelihood, num_words),
+        byte_perplexity=_perplexity(log_likelihood, num_bytes),
     )
 
 

@@ -1,1 +1,1 @@
-"""Records of runs, evaluations and benchmarks, and the figures drawn from them. Never torch."""
+"""Records of runs, evaluations and benchmarks, and figures of them. No torch."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
 
 from nvium_titan.errors import DataError
+from nvium_titan.report.records import from_json
 
 REPORT_FILE = "bench.json"
 MAX_BUSY_CORES = 0.5
 OURS = ("N-vium", "dense", "twin", "trained dense")
 """Systems that are our own engine."""
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,18 +29,22 @@ class Quartiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
-    """How many times faster per token N-vium is than another system, from interleaved pairs."""
+    """N-vium compared with another system, from interleaved pairs.
+
+    Decoding: the other's time per further token over N-vium's, so how many times faster N-vium is.
+    Training: N-vium's time per step over the other's, so what N-vium costs.
+    """
 
     over: str
     """Name of the other system."""
     ratio: float
-    """Median over the pairs of its time per further token over N-vium's."""
+    """Median over the pairs."""
     ratio_iqr: float
-    """Interquartile range of the same."""
+    """Interquartile range over the pairs."""
     spread: float
     """ratio_iqr / ratio."""
     conclusive: bool
-    """Whether the spread is small enough; if not, this run shows nothing and must be repeated."""
+    """Whether the spread is small enough; if not, the run shows nothing and must be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,44 +71,38 @@ class SystemFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DtypeFigures:
-    """Everything measured in one interleaved loop: N-vium in one type, and what it ran beside."""
+    """N-vium in one type, and the systems it took turns with."""
 
     dtype: str
     """Type N-vium and dense computed in."""
     num_pairs: int
-    """Rounds in which every system ran once."""
+    """Pairs run."""
     systems: list[SystemFigures]
     """N-vium first, then dense, then the others."""
-    ratio: float
-    """Of N-vium over dense; see `Ratio`."""
-    ratio_iqr: float
-    """Its interquartile range."""
-    spread: float
-    """ratio_iqr / ratio."""
-    conclusive: bool
-    """Whether it may be quoted."""
+    over_dense: Ratio
+    """N-vium over dense."""
     other_ratios: list[Ratio]
-    """Of N-vium over every other system."""
+    """N-vium over each of the others."""
     limit: float | None
-    """Speed-up over dense that the weights read allow, at the exit shares of these runs; None for
-    a batch, whose sequences share what they read."""
+    """Highest speed-up over dense that reading weights allows at these exit shares; None for a
+    batch, whose sequences share what they read."""
     fraction_of_limit: float | None
-    """ratio / limit."""
+    """over_dense.ratio / limit."""
     exit_shares: list[float]
     """Share of the tokens after the first that left at each exit."""
     layers_per_token: float
-    """Layer calls per token after the first; of a batch each for any number of sequences."""
+    """Layer calls per token after the first; a call serves any number of sequences of a batch."""
     host_reads_per_token: float
     """Values read from the device per token."""
     group_size_histogram: dict[str, int]
-    """Block calls of a sequence by its number of rows in them, over all pairs."""
+    """Block calls by the number of rows that a sequence had in them, over all pairs."""
     weight_mb_per_token: dict[str, float]
-    """Megabytes of weights that a token must read, of N-vium and dense; empty for a batch."""
+    """Megabytes of weights that a token of N-vium and of dense must read; empty for a batch."""
     bandwidth_gb_s: dict[str, float]
-    """The same over the measured time: achieved bandwidth, GB/s."""
+    """The same over the measured time: the bandwidth achieved, GB/s."""
     overhead: dict[str, dict[str, float]]
-    """Milliseconds per further token by part, of N-vium and dense, from one run with timers;
-    empty for a batch and on a GPU."""
+    """Milliseconds per token after the first, by part, of one run of N-vium and of dense with
+    timers; empty for a batch and on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,18 +114,34 @@ class Cpu:
     num_cores: int
     """Logical cores."""
     flags: list[str]
-    """Instruction sets that matter here and that it has."""
+    """The instruction sets it has, of those that matter here."""
     busy_cores: float
     """Cores that other processes kept busy just before the first measurement."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether others took so much that figures show nothing."""
+        """Whether other processes took so much that figures show nothing."""
         return self.busy_cores > MAX_BUSY_CORES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BenchReport:
+class Report:
+    """What every report says of its run."""
+
+    seed: int
+    """Decides weights, prompts, exits and tokens."""
+    threads: int
+    """CPU threads."""
+    cpu: Cpu
+    """The machine."""
+    versions: dict[str, str]
+    """Of nvium_titan, torch and the peers."""
+    command: str
+    """What was typed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchReport(Report):
     """One `nvium bench`."""
 
     model: str
@@ -138,29 +151,26 @@ class BenchReport:
     num_params: int
     """Parameters of N-vium."""
     forced_shares: list[float] | None
-    """Exit shares that were forced; None where the routers decided."""
+    """Exit shares that were forced; None if the routers decided."""
     prompt_tokens: int
     """Tokens of each prompt."""
     new_tokens: int
     """Tokens made in each run by each sequence."""
     batch: int
-    """Sequences decoded at once, in lock-step."""
+    """Sequences decoded at once."""
+    schedule: str
+    """When a batch ran which block."""
     num_pairs_wanted: int
     """Pairs asked for; an interrupted run has fewer."""
-    seed: int
-    """Decides weights, prompts, exits and tokens."""
     device: str
     """Where our engine ran: the GPU's name, or cpu."""
-    threads: int
-    """CPU threads."""
-    cpu: Cpu
-    """The machine."""
-    versions: dict[str, str]
-    """Of nvium_titan, torch and the peers."""
-    command: str
-    """What was typed."""
     dtypes: list[DtypeFigures]
     """One entry per type."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no interrupt cut it short."""
+        return self.dtypes[-1].num_pairs == self.num_pairs_wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,11 +184,11 @@ class CategoryFigures:
     num_truncated: int
     """Prompts cut at the front to fit into the model's context."""
     ms_per_token: dict[str, float]
-    """By system: time over tokens, prompt included; what the paper reports."""
+    """By system: all time, the prompt's included, over all tokens, as the paper reports it."""
     tokens_per_s: dict[str, float]
-    """By system: tokens after the first per second, as a user sees them come."""
+    """By system: tokens after the first per second, as a user sees them arrive."""
     ratio: float
-    """Dense over N-vium of ms_per_token."""
+    """Dense's ms_per_token over N-vium's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,11 +206,11 @@ class PromptsFigures:
     exit_shares: list[float]
     """Of N-vium's tokens."""
     limit: float
-    """Speed-up over dense that the weights read allow at these exit shares."""
+    """Highest speed-up over dense that reading weights allows at these exit shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptsReport:
+class PromptsReport(Report):
     """One `nvium bench --prompts`."""
 
     model: str
@@ -213,18 +223,13 @@ class PromptsReport:
     """Trials."""
     max_new_tokens: int
     """Most tokens per prompt."""
-    seed: int
-    """Decides every token."""
-    threads: int
-    """CPU threads."""
-    cpu: Cpu
-    """The machine."""
-    versions: dict[str, str]
-    """Of nvium_titan and torch."""
-    command: str
-    """What was typed."""
     dtypes: list[PromptsFigures]
     """One entry per type."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no interrupt cut it short."""
+        return self.dtypes[-1].is_complete
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,54 +241,46 @@ class StepFigures:
     num_params: int
     """Parameters."""
     tflops: float
-    """10^12 floating-point operations of a step: three times the forward pass (`flops.py`)."""
+    """10^12 floating-point operations of a step: three times `forward_flops`."""
     step_ms: Quartiles
     """Milliseconds of a step."""
     tokens_per_s: float
     """At the median."""
     mfu: float | None
-    """Share of the device's peak that the operations reach; None where no peak is known."""
+    """Share of the device's peak that the operations reach; None if its peak is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRatio:
-    """What an N-vium step costs beside another model's, from interleaved pairs."""
+    """What an N-vium step costs beside another model's."""
 
-    over: str
-    """Name of the other model."""
-    time_ratio: float
-    """Median over the pairs of N-vium's time over the other's."""
-    time_ratio_iqr: float
-    """Interquartile range of the same."""
-    spread: float
-    """time_ratio_iqr / time_ratio."""
-    conclusive: bool
-    """Whether the spread is small enough; if not, this run shows nothing and must be repeated."""
+    time: Ratio
+    """N-vium's time over the other's."""
     flop_ratio: float
     """N-vium's operations over the other's."""
     cost: float
-    """time_ratio / flop_ratio: 1 where a step costs what its operations say."""
+    """time.ratio / flop_ratio: 1 where a step costs what its operations say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossMemory:
-    """Peak of the tensors that the loss makes, beside a dense chunk with as many live logits.
+    """Peak memory of the mixture loss, and of a dense loss with as many live logits.
 
-    Exit states and their gradients are the model's and are left out.
+    Exit states and their gradients are left out: they are the model's.
     """
 
     live_logit_rows: int
-    """Rows of logits that are alive together: exits times tokens of a chunk."""
+    """Rows of logits alive at once: exits times tokens of a chunk."""
     nvium_mb: float
-    """Megabytes (10^6) at the peak of the mixture loss."""
+    """Peak of the mixture loss, 10^6 bytes."""
     dense_mb: float
-    """The same of the dense loss, in chunks of as many rows."""
+    """Peak of the dense loss, in chunks of as many rows."""
     ratio: float
     """nvium_mb / dense_mb."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainReport:
+class TrainReport(Report):
     """One `nvium bench train`."""
 
     config_file: str
@@ -303,26 +300,21 @@ class TrainReport:
     num_pairs_wanted: int
     """Pairs asked for; an interrupted run has fewer."""
     num_pairs: int
-    """Rounds in which every model made one step."""
-    seed: int
-    """Decides weights and tokens."""
-    threads: int
-    """CPU threads."""
-    cpu: Cpu
-    """The machine."""
-    versions: dict[str, str]
-    """Of nvium_titan and torch."""
-    command: str
-    """What was typed."""
+    """Pairs run."""
     systems: list[StepFigures]
     """N-vium first, then dense, then the twin."""
     ratios: list[StepRatio]
-    """N-vium over each other model."""
+    """N-vium over each of the others."""
     loss_memory: LossMemory
     """Of the mixture loss."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no interrupt cut it short."""
+        return self.num_pairs == self.num_pairs_wanted
 
-def to_json(report: BenchReport | PromptsReport | TrainReport) -> str:
+
+def to_json(report: Report) -> str:
     """Return a report as one line of JSON."""
     return json.dumps(asdict(report), ensure_ascii=False, allow_nan=False)
 
@@ -331,24 +323,14 @@ def read_report(path: Path) -> BenchReport:
     """Return the report that `nvium bench --out` or `--json` wrote.
 
     Raises:
-        DataError: If the file is missing or holds no such report.
+        DataError: If the file is missing or holds no such report, or one of another layout.
     """
     try:
-        return _typed(BenchReport, json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return from_json(BenchReport, json.loads(path.read_text(encoding="utf-8")))
+    except KeyError as error:
+        raise DataError(
+            f"{path}: not a report of nvium bench in this version's layout: {error} is missing; "
+            "run nvium bench again"
+        ) from error
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: not a report of nvium bench ({error!r})") from error
-
-
-def _typed(kind: type[Record], data: dict[str, Any]) -> Record:
-    """Return the dataclass `kind` from the JSON object that `asdict` made of it."""
-    hints = get_type_hints(kind)
-    values = {}
-    for field in fields(kind):  # type: ignore[arg-type]  # Record is a dataclass here
-        hint, value = hints[field.name], data[field.name]
-        item = next(iter(get_args(hint)), None)
-        if is_dataclass(hint):
-            value = _typed(hint, value)  # type: ignore[arg-type]
-        elif is_dataclass(item):
-            value = [_typed(item, row) for row in value]  # type: ignore[arg-type]
-        values[field.name] = value
-    return kind(**values)

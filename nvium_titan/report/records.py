@@ -1,16 +1,17 @@
-"""Result records to and from JSON: the rows of a run's `metrics.jsonl`, perplexities.
-
-Nothing here needs torch.
-"""
+"""Records of training and evaluation, and how a record is read from JSON."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from nvium_titan.errors import DataError
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,19 +45,18 @@ class MetricsRow:
     lr: float | None
     """Learning rate; None for validation."""
     tokens: int
-    """Training tokens seen so far; for validation the tokens it ran over."""
+    """Training tokens seen so far; of a validation, the tokens it ran over."""
     tokens_per_s: float
     """Tokens per second over all ranks, since the last row."""
     limit_speedup: float | None
-    """Decode speed-up over dense that these exit shares allow."""
+    """Highest decode speed-up over dense that these exit shares allow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModePerplexity:
     """How well one distribution of a model predicts a text.
 
-    A perplexity is exp(-log_likelihood / count), by what is counted; None where nothing is, or
-    where it is beyond a float.
+    A perplexity is exp(-log_likelihood / count); None if the count is 0 or a float overflows.
     """
 
     mode: str
@@ -66,7 +66,7 @@ class ModePerplexity:
     token_perplexity: float | None
     """Per scored token."""
     word_perplexity: float | None
-    """Per word: what stands between white space."""
+    """Per word: text between white space."""
     byte_perplexity: float | None
     """Per byte of the text in UTF-8."""
 
@@ -80,9 +80,9 @@ class PerplexityResult:
     exit_shares: list[float]
     """Mean exit probability of each exit over the scored tokens."""
     window: int
-    """Most tokens that a prediction is conditioned on."""
+    """Most tokens of context of a prediction."""
     stride: int
-    """Tokens scored by each window after the first of a document."""
+    """Tokens that each further window of a document scores."""
     num_documents: int
     """Documents with at least one scored token."""
     num_tokens: int
@@ -92,9 +92,9 @@ class PerplexityResult:
     num_bytes: int
     """UTF-8 bytes of the scored text."""
     starts_with_bos: bool
-    """Whether BOS stands before each document; if not, its first token is only conditioned on."""
+    """Whether BOS starts each document; if not, its first token is context only."""
     scores_eos: bool
-    """Whether the end of a document is scored as a token."""
+    """Whether the end of a document is scored, as a token."""
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:
@@ -104,16 +104,34 @@ def read_metrics(path: Path) -> list[MetricsRow]:
         path: The file.
 
     Raises:
-        DataError: If it is missing, or a line is not such a row.
+        DataError: If the file is missing, or a line is not such a row.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; a training run writes it into its dump folder")
-    names = {field.name for field in fields(MetricsRow)}
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            record = json.loads(line)
-            rows.append(MetricsRow(**{k: v for k, v in record.items() if k in names}))
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{path}:{number}: not a row of metrics ({error})") from error
+            rows.append(from_json(MetricsRow, json.loads(line)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path}:{number}: not a row of metrics ({error!r})") from error
     return rows
+
+
+def from_json(kind: type[Record], data: Mapping[str, Any]) -> Record:
+    """Return the dataclass `kind` from the JSON object of its `asdict`; other keys are ignored.
+
+    Raises:
+        KeyError: If a field is missing.
+        TypeError: If there is no object where one belongs.
+    """
+    return kind(**{name: _value(hint, data[name]) for name, hint in _hints(kind).items()})
+
+
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+
+
+def _value(hint: Any, value: Any) -> Any:
+    item = next(iter(get_args(hint)), None)
+    if is_dataclass(hint):
+        return from_json(hint, value)  # type: ignore[arg-type]  # a class, not an instance
+    return [from_json(item, row) for row in value] if is_dataclass(item) else value  # type: ignore[arg-type]

@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from nvium_titan.bench.graphs import Launches, ModeFigures, ShapeFigures
+from nvium_titan.bench.pairs import quartiles
+from tests.gpu.launches import launch_failures
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "gpu_check.py"
 
@@ -129,10 +133,6 @@ def test_ext_05_exit_rates_batches_and_sizes_are_all_there(report: dict[str, Any
 
 
 def test_a_skipped_graph_and_another_number_of_launches_are_failures() -> None:
-    from nvium_titan.bench.graphs.launches import Launches
-    from nvium_titan.bench.graphs.speed import ModeFigures, ShapeFigures
-    from nvium_titan.bench.statistics import quartiles
-
     def failures(**changes: float | None) -> list[str]:
         launches = Launches(**({
             "num_tokens": 10, "graphs": 1.0, "copies": 2.0, "host_reads": 1.0, "num_skipped": 0,
@@ -145,8 +145,7 @@ def test_a_skipped_graph_and_another_number_of_launches_are_failures() -> None:
         figures = ShapeFigures(
             shape="768x24", dtype="bfloat16", exit_shares=[1.0], limit=1.0, modes=[mode]
         )
-        found: list[str] = load().launch_failures(figures)
-        return found
+        return launch_failures(figures)
 
     assert failures() == failures(profiled_graphs=None) == []
     assert "3 tokens did not run as a graph" in failures(num_skipped=3)[0]

@@ -28,6 +28,7 @@ from nvium_titan.decode import (
 from nvium_titan.decode.forward.graphs.capture import CudaGraphs
 from nvium_titan.decode.forward.graphs.forward import LAUNCHES_PER_TOKEN, GraphForward, Mode
 from nvium_titan.decode.forward.torch import Seen, causal_mask, run_layer
+from nvium_titan.decode.sequence import LayerSlots
 from nvium_titan.errors import DependencyError
 from tests.gpu import imitation
 from tests.gpu.imitation import ImitatedGraphs
@@ -678,9 +679,11 @@ def test_the_layer_compiles_whole_and_serves_every_layer() -> None:
             slots_GSH = torch.randn(4, num_slots, 8, generator=generator, dtype=torch.float64)
             outputs = []
             for function in (run_layer, compiled):
-                slots = slots_GSH.clone()
-                seen = [Seen(slots, positions_T, mask_TS, num_slots)]
-                outputs.append((function(x_TD, layer, rope, seen, eps=1e-5), slots))
+                slots, x = slots_GSH.clone().unsqueeze(0), x_TD.clone()
+                layer_slots = LayerSlots(slots, slots[:, :2], slots[:, 2:])
+                seen = [Seen(layer_slots, positions_T, mask_TS, num_slots)]
+                function(x, layer, rope, seen, norm=model._norm)
+                outputs.append((x, slots))
             for one, other in zip(*outputs, strict=True):
                 assert_close(one, other, atol=TOLERANCE, rtol=TOLERANCE)
     assert len(compilations) == 1

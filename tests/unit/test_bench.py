@@ -6,30 +6,28 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from nvium_titan.bench.exits import exit_counts, exit_script
+from nvium_titan.bench import specbench
+from nvium_titan.bench.decoding import Comparison, run_comparison
 from nvium_titan.bench.machine import describe_cpu
-from nvium_titan.bench.measure import (
-    Comparison,
-    PeerChoice,
-    interleave,
-    parse_peer,
-    run_comparison,
-)
 from nvium_titan.bench.models import BenchModel, check_dtypes
-from nvium_titan.bench.ours import PARTS, EngineSystem, split_time
-from nvium_titan.bench.specbench import Answerer, Question, read_questions, run_questions
-from nvium_titan.bench.statistics import paired_ratio, quartiles
-from nvium_titan.bench.system import Timing
+from nvium_titan.bench.pairs import paired_ratio, quartiles, run_pairs
+from nvium_titan.bench.parts import PARTS, split_time
+from nvium_titan.bench.peers import PeerChoice, parse_peer
+from nvium_titan.bench.specbench import Question, SpecBench, read_questions
+from nvium_titan.bench.systems import EngineRun, EngineSystem, Timing
+from nvium_titan.bench.workload import Workload, exit_counts, exit_script
 from nvium_titan.core.cost import count_params, limit_speedup
 from nvium_titan.core.flavors import flavor_shape, parse_shape
 from nvium_titan.core.shape import ModelShape
-from nvium_titan.decode import SampledRouter, ScriptedExits
+from nvium_titan.decode import Engine, SampledRouter, ScriptedExits
 from nvium_titan.errors import BenchError, DataError
 from nvium_titan.report.bench_records import BenchReport, DtypeFigures, read_report, to_json
+from tests.gpu.imitation import graph_engine
 
 SHARES = (0.35, 0.2, 0.15, 0.3)
 
@@ -45,14 +43,16 @@ def comparison(**changes: object) -> Comparison:
         "with_twin": False,
         "peers": (),
         "forced_shares": SHARES,
-        "prompt_tokens": 5,
-        "new_tokens": 21,
+        "work": Workload(prompt_tokens=5, new_tokens=21, num_pairs=3, seed=0),
         "batch": 1,
-        "num_pairs": 3,
-        "seed": 0,
+        "schedule": "lockstep",
         "kernels": "auto",
     }
     return Comparison(**(settings | changes))  # type: ignore[arg-type]
+
+
+def pairs_of(num_pairs: int) -> Workload:
+    return Workload(prompt_tokens=5, new_tokens=21, num_pairs=num_pairs, seed=0)
 
 
 def run(settings: Comparison) -> DtypeFigures:
@@ -102,9 +102,12 @@ def test_systems_take_turns_in_alternating_order() -> None:
     log: list[str] = []
     systems = [FakeSystem(name, ms, log) for name, ms in (("a", 1), ("b", 2), ("c", 3))]
     runs = []
-    pairs = list(interleave(systems, [[1]] * 3, 11, on_run=lambda: runs.append(None)))
-    assert "".join(log) == "abccbaabc"
-    assert len(runs) == 9
+    pairs = run_pairs(
+        systems, [[1]] * 3, lambda system, prompt: system.run(prompt, 11),
+        on_run=lambda: runs.append(None),
+    )  # fmt: skip
+    assert "".join(log) == "abc" + "abccbaabc"
+    assert len(runs) == 3 + 9
     assert [[t.ms_per_token for t in pair] for pair in pairs] == [pytest.approx([1, 2, 3])] * 3
 
 
@@ -128,8 +131,9 @@ def test_scripts_of_other_seeds_are_in_another_order() -> None:
 
 
 def test_forced_exits_run_and_read_the_routers_if_told_to() -> None:
-    engine = BenchModel.random(tiny_shape(), seed=0).load_engine(dtype="float32", max_seq_len=20)
-    engine.forward.token_runner = None  # in pieces, so that each router read is counted
+    model = BenchModel.random(tiny_shape(), seed=0)
+    # In pieces, so that each router read is counted.
+    engine = model.load_engine(dtype="float32", max_seq_len=20, kernels="torch")
     reads = {}
     for runs_router in (False, True):
         policy = ScriptedExits(exit_indices=(2, 0), first_position=3, runs_router=runs_router)
@@ -166,7 +170,7 @@ def test_figures_are_those_of_the_runs() -> None:
     assert figures.layers_per_token == pytest.approx(0.35 * 1 + 0.2 * 2 + 0.15 * 3 + 0.3 * 4)
     assert figures.host_reads_per_token == 1  # the native kernels read the routers themselves
     assert figures.limit == pytest.approx(limit_speedup(tiny_shape(), SHARES))
-    assert figures.fraction_of_limit == pytest.approx(figures.ratio / figures.limit)
+    assert figures.fraction_of_limit == pytest.approx(figures.over_dense.ratio / figures.limit)
     assert figures.weight_mb_per_token["dense"] / figures.weight_mb_per_token[
         "N-vium"
     ] == pytest.approx(figures.limit)
@@ -207,10 +211,10 @@ def test_overhead_parts_sum_to_the_time_of_a_token() -> None:
 def test_timers_change_no_token_and_leave_the_engine_as_it_was() -> None:
     settings = comparison()
     engine = settings.model.load_engine(dtype="float32", max_seq_len=30)
-    model = engine.forward
+    forward = engine.forward
     before = engine.generate([1, 2], max_new_tokens=9, seed=4).result().token_ids
     split_time(engine, [1, 2], 9, policy=SampledRouter(), seed=4)
-    assert engine.forward is model
+    assert engine.forward is forward
     assert engine.generate([1, 2], max_new_tokens=9, seed=4).result().token_ids == before
 
 
@@ -225,7 +229,7 @@ def test_routers_decide_on_a_prompt_of_the_models_own_where_nothing_is_forced() 
 def test_ext_05_a_batch_shares_its_layers_and_has_no_limit_of_one(
     shares: tuple[float, ...],
 ) -> None:
-    figures = run(comparison(forced_shares=shares, batch=8, num_pairs=2))
+    figures = run(comparison(forced_shares=shares, batch=8, work=pairs_of(2)))
     assert figures.exit_shares == list(shares)
     assert (figures.limit, figures.fraction_of_limit) == (None, None)
     rounds = 4 if shares[-1] else 1
@@ -256,8 +260,15 @@ def test_ext_05_what_early_exits_cost_and_gain_is_counted(
         assert figures.limit > 1
 
 
-def test_graphs_are_compared_with_dense_in_graphs() -> None:
-    figures = run(comparison(kernels="graph", num_pairs=2))
+def test_graphs_are_compared_with_dense_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def imitated(
+        self: BenchModel, *, dtype: str, max_seq_len: int, kernels: str = "auto"
+    ) -> Engine:
+        assert kernels == "graph"
+        return graph_engine(self.load_params(dtype=dtype), max_seq_len=max_seq_len)
+
+    monkeypatch.setattr(BenchModel, "load_engine", imitated)
+    figures = run(comparison(kernels="graph", work=pairs_of(2)))
     assert figures.exit_shares == list(SHARES)
     assert figures.host_reads_per_token < 1.5, "one a token, but for the first after the prompt"
 
@@ -266,7 +277,9 @@ def test_an_interrupt_keeps_the_pairs_so_far(monkeypatch: pytest.MonkeyPatch) ->
     calls = []
     original = EngineSystem.run
 
-    def interrupted(self: EngineSystem, prompt_ids: Sequence[int], num_new_tokens: int) -> Timing:
+    def interrupted(
+        self: EngineSystem, prompt_ids: Sequence[int], num_new_tokens: int
+    ) -> EngineRun:
         calls.append(self.name)
         # Two warm-ups and two pairs; then in the middle of the third.
         if len(calls) == 8:
@@ -274,14 +287,16 @@ def test_an_interrupt_keeps_the_pairs_so_far(monkeypatch: pytest.MonkeyPatch) ->
         return original(self, prompt_ids, num_new_tokens)
 
     monkeypatch.setattr(EngineSystem, "run", interrupted)
-    figures = run(comparison(num_pairs=9))
+    figures = run(comparison(work=pairs_of(9)))
     assert figures.num_pairs == 2
     assert figures.overhead == {}
     assert sum(figures.exit_shares) == pytest.approx(1)
 
 
 def test_an_interrupt_before_the_first_pair_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: EngineSystem, prompt_ids: Sequence[int], num_new_tokens: int) -> Timing:
+    def interrupted(
+        self: EngineSystem, prompt_ids: Sequence[int], num_new_tokens: int
+    ) -> EngineRun:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(EngineSystem, "run", interrupted)
@@ -292,7 +307,7 @@ def test_an_interrupt_before_the_first_pair_is_passed_on(monkeypatch: pytest.Mon
 def report_of(*entries: DtypeFigures) -> BenchReport:
     return BenchReport(
         model="64x4", exits=[1, 2, 3, 4], num_params=1, forced_shares=list(SHARES),
-        prompt_tokens=5, new_tokens=21, batch=1, num_pairs_wanted=3, seed=0, device="cpu",
+        prompt_tokens=5, new_tokens=21, batch=1, schedule="lockstep", num_pairs_wanted=3, seed=0, device="cpu",
         threads=1,
         cpu=describe_cpu(), versions={"torch": "2"}, command="nvium bench", dtypes=list(entries),
     )  # fmt: skip
@@ -303,6 +318,11 @@ def test_a_report_survives_json(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     path.write_text(to_json(report))
     assert read_report(path) == report
+    record = json.loads(to_json(report))
+    record["dtypes"][0] |= record["dtypes"][0].pop("over_dense")
+    path.write_text(json.dumps(record))
+    with pytest.raises(DataError, match=r"'over_dense' is missing; run nvium bench again"):
+        read_report(path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 1}'])
@@ -315,7 +335,7 @@ def test_another_file_is_no_report(text: str, tmp_path: Path) -> None:
 
 def test_the_chart_shows_every_system_and_the_limit(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from nvium_titan.report.bench_figures import plot_bench
+    from nvium_titan.report.figures import plot_bench
 
     out = tmp_path / "bench.png"
     plot_bench(report_of(run(comparison(with_twin=True))), out)
@@ -347,7 +367,7 @@ def test_a_peer_runs_the_dense_model_in_the_type_at_hand(monkeypatch: pytest.Mon
         seen[name] = dtype, json.loads((bundle / "config.json").read_text())["architectures"]
         return FakeSystem(name, 1.0, log)
 
-    monkeypatch.setattr("nvium_titan.bench.measure.load_peer", load)
+    monkeypatch.setattr("nvium_titan.bench.decoding.load_peer", load)
     peers = tuple(parse_peer(text) for text in ("hf", "llama.cpp:q8_0", "onnxruntime-genai:int4"))
     figures = run(comparison(peers=peers))
     assert seen == {
@@ -425,20 +445,21 @@ def test_the_published_questions_are_six_categories_of_eighty(shared_dir: Path) 
 
 
 def test_every_question_is_answered_in_three_trials_by_both() -> None:
-    model = BenchModel.random(tiny_shape(), seed=0)
-    nvium, dense = (
-        Answerer(name, m.load_engine(dtype="float32", max_seq_len=40))
-        for name, m in (("N-vium", model), ("dense", model.dense()))
-    )
+    model = BenchModel.random(dataclasses.replace(tiny_shape(), max_seq_len=40), seed=0)
     questions = [
         Question("qa", ("abc",)), Question("talk", ("a", "b")), Question("talk", ("x" * 60, "y")),
     ]  # fmt: skip
     done = []
-    figures = run_questions(
-        nvium, dense, model.tokenizer, questions, shape=model.shape, dtype="float32",
-        max_new_tokens=6, seed=0, on_question=lambda: done.append(None),
+    bench = SpecBench(
+        model=model, dense=model.dense(), prompts=Path("q.jsonl"), questions=questions,
+        max_new_tokens=6, seed=0, kernels="auto",
     )  # fmt: skip
-    assert len(done) == 9
+    report = bench.measure(
+        ["float32"], cpu=describe_cpu(), command="", on_run=lambda: done.append(None)
+    )
+    # Both models: once to warm up, then every question in every trial.
+    assert len(done) == bench.num_runs(["float32"]) == 2 * (1 + 9)
+    (figures,) = report.dtypes
     assert figures.is_complete
     assert {c.category: (c.num_prompts, c.num_truncated) for c in figures.categories} == {
         "qa": (3, 0), "talk": (12, 6),
@@ -449,7 +470,53 @@ def test_every_question_is_answered_in_three_trials_by_both() -> None:
     assert figures.ratio == sum(c.ratio for c in figures.categories) / 2
     assert sum(figures.exit_shares) == pytest.approx(1)
     with pytest.raises(BenchError, match="no room for a prompt in a context of 40"):
-        run_questions(
-            nvium, dense, model.tokenizer, questions, shape=model.shape, dtype="float32",
-            max_new_tokens=40, seed=0, on_question=lambda: None,
-        )  # fmt: skip
+        dataclasses.replace(bench, max_new_tokens=40)
+
+
+def spec_bench(*categories: str) -> SpecBench:
+    model = BenchModel.random(tiny_shape(), seed=0)
+    return SpecBench(
+        model=model, dense=model.dense(), prompts=Path("q.jsonl"),
+        questions=[Question(name, ("x",)) for name in categories], max_new_tokens=3, seed=7,
+        kernels="auto",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_questions", [2, 3])
+def test_each_question_is_answered_by_either_model_first(
+    num_questions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int, int]] = []
+    original = specbench._answer
+
+    def noted(engine: Engine, tokenizer: object, question: Question, *rest: int, seed: int) -> Any:
+        calls.append((question.category, engine.num_exits, seed))
+        return original(engine, tokenizer, question, *rest, seed=seed)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(specbench, "_answer", noted)
+    names = [f"question {index}" for index in range(num_questions)]
+    spec_bench(*names).measure(["float32"], cpu=describe_cpu(), command="", on_run=lambda: None)
+    pairs = list(zip(calls[2::2], calls[3::2], strict=True))
+    assert all(first[::2] == second[::2] for first, second in pairs), "the same for both models"
+    assert sorted(first[2] for first, _ in pairs) == list(range(7, 7 + 3 * num_questions))
+    for index, name in enumerate(names):
+        firsts = [first[1] for first, _ in pairs if first[0] == name]
+        assert firsts == ([4, 1, 4] if index % 2 == 0 else [1, 4, 1])
+
+
+def test_an_interrupted_question_counts_for_neither_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = specbench._answer
+
+    def interrupted(*args: Any, **settings: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2 + 3:  # warm-up, one pair, and half of the next
+            raise KeyboardInterrupt
+        return original(*args, **settings)
+
+    monkeypatch.setattr(specbench, "_answer", interrupted)
+    bench = spec_bench("qa", "talk")
+    report = bench.measure(["float32"], cpu=describe_cpu(), command="", on_run=lambda: None)
+    (figures,) = report.dtypes
+    assert not report.is_complete
+    assert [(row.category, row.num_prompts) for row in figures.categories] == [("qa", 1)]

@@ -11,7 +11,8 @@ import torch
 
 from nvium_titan import cli
 from nvium_titan.bench.machine import peak_flops
-from nvium_titan.bench.training import TrainComparison, TrainingSystem, run_pairs, step_ratios
+from nvium_titan.bench.pairs import run_pairs
+from nvium_titan.bench.training import TrainComparison, TrainingSystem, step_ratios
 from nvium_titan.config_registry import config_files
 from nvium_titan.core.cost import count_params, forward_flops
 from nvium_titan.core.flavors import dense_twin, flavor_shape
@@ -23,6 +24,7 @@ WORDS = ["bench", "train", "--config-file", str(DEBUG), "--seq-len", "32", "--pa
 
 def comparison_of(**changes: object) -> TrainComparison:
     comparison = TrainComparison(
+        config_file=DEBUG,
         shape=flavor_shape("debug"),
         loss=MixtureLoss.Config(num_chunks=2),
         batch=2,
@@ -51,10 +53,10 @@ def test_the_report_names_what_each_model_costs(capsys: pytest.CaptureFixture[st
         assert system["tflops"] == pytest.approx(3 * 32 * flops[name] / 1e12)
         assert system["tokens_per_s"] == pytest.approx(32000 / system["step_ms"]["median"])
         assert system["mfu"] is None
-    assert [ratio["over"] for ratio in report["ratios"]] == ["dense", "twin"]
+    assert [ratio["time"]["over"] for ratio in report["ratios"]] == ["dense", "twin"]
     for ratio in report["ratios"]:
-        assert ratio["flop_ratio"] == pytest.approx(flops["N-vium"] / flops[ratio["over"]])
-        assert ratio["cost"] == pytest.approx(ratio["time_ratio"] / ratio["flop_ratio"])
+        assert ratio["flop_ratio"] == pytest.approx(flops["N-vium"] / flops[ratio["time"]["over"]])
+        assert ratio["cost"] == pytest.approx(ratio["time"]["ratio"] / ratio["flop_ratio"])
     assert report["num_pairs"] == 2
     assert report["exits"] == [2, 4, 6]
     # 8 chunks of 4 tokens, 3 exits.
@@ -88,7 +90,7 @@ def test_a_step_is_the_training_step() -> None:
 
 def test_pairs_take_turns_and_the_first_is_the_numerator(monkeypatch: pytest.MonkeyPatch) -> None:
     comparison = comparison_of()
-    systems = [TrainingSystem(n, d, comparison) for n, d in comparison.models().items()]
+    systems = comparison.systems()
     order: list[str] = []
     seconds = {"N-vium": 3.0, "dense": 2.0, "twin": 4.0}
 
@@ -98,12 +100,14 @@ def test_pairs_take_turns_and_the_first_is_the_numerator(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(TrainingSystem, "run", run)
     runs: list[None] = []
-    pairs = run_pairs(systems, num_pairs=3, on_run=lambda: runs.append(None))
+    pairs = run_pairs(
+        systems, range(3), lambda system, _: system.run(), on_run=lambda: runs.append(None)
+    )
     names = list(seconds)
     assert order == names + names + names[::-1] + names
     assert len(runs) == comparison.num_runs == 12
     assert pairs == [[3.0, 2.0, 4.0]] * 3
-    assert [ratio.time_ratio for ratio in step_ratios(systems, pairs)] == [1.5, 0.75]
+    assert [ratio.time.ratio for ratio in step_ratios(systems, pairs)] == [1.5, 0.75]
 
 
 def test_an_interrupt_keeps_the_pairs_so_far(
@@ -120,7 +124,7 @@ def test_an_interrupt_keeps_the_pairs_so_far(
     assert cli.main([*WORDS, "--json"]) == 130
     report = json.loads(capsys.readouterr().out)
     assert (report["num_pairs"], report["num_pairs_wanted"]) == (1, 2)
-    assert report["ratios"][0]["conclusive"] is False
+    assert report["ratios"][0]["time"]["conclusive"] is False
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import re
@@ -37,6 +38,33 @@ def test_help_names_every_subcommand(capsys):
     shown = capsys.readouterr().out
     names = re.search(r"\{([a-z,]+)\}", shown)[1].split(",")
     assert {"train", "export", "import", "generate", "info"} <= set(names)
+
+
+def test_help_gives_each_command_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    _, box = capsys.readouterr().out.split("(required)")
+    rows = [line.strip("\u2502 ") for line in box.splitlines()[1:-1]]
+    assert rows == [f"\u2022 {name:8}  {line}" for name, (_, line) in cli.COMMANDS.items()]
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "train"])
+def test_the_help_of_a_command_keeps_its_docstring(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([name, "--help"])
+    shown = capsys.readouterr().out
+    kind, _ = cli.COMMANDS[name]
+    assert shown.startswith(f"usage: nvium {name} ")
+    for paragraph in inspect.getdoc(kind).split("\n\n"):
+        assert " ".join(paragraph.split()) in " ".join(shown.split())
+
+
+def test_bench_train_has_help_of_its_own(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["bench", "train", "--help"])
+    assert "Measure what a training step costs" in capsys.readouterr().out
 
 
 def test_info_prints_the_papers_numbers_as_json(capsys):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nvium_titan import cli
 from nvium_titan.bundle import write_bundle
-from nvium_titan.decode import Noise, SamplingParams
-from nvium_titan.decode.runner import Runner
+from nvium_titan.decode.forward.native.forward import NativeForward
+from nvium_titan.decode.sampling import Draw
 from nvium_titan.text.tokenizer import ByteTokenizer
 from tests.helpers.reference import reference_forward
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
@@ -58,16 +58,15 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int], int], Non
     """Give a function that makes the sampled tokens of a prompt of some length the given ids."""
 
     def install(ids: Sequence[int], num_prompt: int) -> None:
-        original = Noise.draw
+        original = NativeForward.draw
 
-        def draw(self: Noise, logits_V: Tensor, *, position: int, sampling: SamplingParams) -> int:
-            if position - num_prompt < len(ids):
-                return ids[position - num_prompt]
+        def draw(self: NativeForward, logits_V: Tensor, draw: Draw) -> int:
+            if draw.position - num_prompt < len(ids):
+                return ids[draw.position - num_prompt]
             logits_V = logits_V.index_fill(0, torch.tensor([EOS]), -math.inf)
-            return original(self, logits_V, position=position, sampling=sampling)
+            return original(self, logits_V, draw)
 
-        monkeypatch.setattr(Noise, "draw", draw)
-        monkeypatch.setattr(Runner, "runs_tokens", False)  # a model draws by itself
+        monkeypatch.setattr(NativeForward, "draw", draw)
 
     return install
 
@@ -135,8 +134,11 @@ def test_every_law_is_named_and_its_settings_are_echoed(
         (["--greedy", "router", "--temperature", ".5"], "--greedy router takes the likeliest"),
         (["--greedy", "mixture", "--temperature", "nan"], "leave one of them out"),
         (["--exit", "1", "--greedy", "mixture"], "use --temperature 0"),
-        (["--exit", "1", "--router-temperature", "2"], "--exit 1 does not do"),
-        (["--greedy", "router", "--router-temperature", "2"], "--greedy router does not do"),
+        (["--exit", "1", "--router-temperature", "2"], "with --exit 1 they draw none"),
+        (
+            ["--greedy", "router", "--router-temperature", "2"],
+            "with --greedy router they draw none",
+        ),
         (["--exit", "1", "--top-k", "3", "--filter-scope", "mixture"], "needs the mixture"),
         (["--exit", "4"], "exit 4: the model has exits 1 to 3"),
         (["--exit", "0"], "exit 0: the model has exits 1 to 3"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from nvium_titan.decode import (
     SamplingParams,
     ScriptedExits,
 )
+from nvium_titan.decode.forward.native.forward import NativeForward
 from nvium_titan.decode.params import random_tensors
 from nvium_titan.decode.policy import forced_thresholds
 from nvium_titan.errors import BundleError, PromptError
@@ -347,3 +350,42 @@ def test_wrong_tensors_are_refused_by_name() -> None:
     tensors["model.norm.weight"] = torch.ones(31)
     with pytest.raises(BundleError, match=r"model\.norm\.weight: expected \[32\], found \[31\]"):
         DecoderParams.from_tensors(config, tensors)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_a_decode_step_is_six_frames_in_four_files_at_most(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the caller's `next` to the attention of a layer, or to the call into C."""
+    engine = make(kernels=kernels)
+    seen: list[list[str]] = []
+
+    def note() -> None:
+        stack = [frame.filename for frame in traceback.extract_stack()]
+        seen.append([name for name in stack if "/nvium_titan/" in name])
+
+    generation = engine.generate([1, 2, 3], max_new_tokens=6, seed=1)
+    next(generation)
+    if kernels == "torch":
+        attention = torch.nn.functional.scaled_dot_product_attention
+
+        def noted(*args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            note()
+            return attention(*args, **kwargs)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    else:
+        assert isinstance(engine.forward, NativeForward)
+        library = engine.forward._library
+
+        class Noted:
+            def __getattr__(self, name: str) -> Any:
+                if name == "nvium_run_token":
+                    note()
+                return getattr(library, name)
+
+        monkeypatch.setattr(engine.forward, "_library", Noted())
+    generation.result()
+    assert len(seen) >= 5
+    assert max(map(len, seen)) <= 6
+    assert max(len(set(files)) for files in seen) <= 4

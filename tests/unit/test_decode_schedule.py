@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from nvium_titan.core.cost import head_cost
 from nvium_titan.decode import (
     DecoderParams,
     Engine,
@@ -17,7 +18,7 @@ from nvium_titan.decode import (
     ScriptedExits,
     choose_schedule,
 )
-from nvium_titan.decode.schedule import tokens_per_cost
+from nvium_titan.decode.schedule import named_schedule, tokens_per_cost
 from nvium_titan.errors import PromptError
 from tests.helpers.tiny_decoder import lively_tensors, tiny_config
 
@@ -130,3 +131,33 @@ def test_a_schedule_is_whatever_names_its_limits() -> None:
     assert [result.token_ids for result in ours] == [
         result.token_ids for result in engine.generate_batch(requests).results()
     ]
+
+
+@pytest.mark.parametrize("shares", [(0.7, 0.2, 0.1), (0.1, 0.1, 0.8)], ids=["shallow", "deep"])
+def test_auto_takes_what_the_measured_shares_call_for(shares: tuple[float, ...]) -> None:
+    config = tiny_config(exit_layers=(2, 4), num_layers=6, vocab_size=8, max_positions=100)
+    engine = Engine(DecoderParams.from_tensors(config, lively_tensors(config)))
+    rng = random.Random(3)
+    requests = [
+        GenerationRequest(
+            prompt_ids=[row],
+            max_new_tokens=80,
+            seed=row,
+            policy=ScriptedExits(exit_indices=tuple(rng.choices(range(3), shares, k=80))),
+        )
+        for row in range(8)
+    ]
+    locked = engine.generate_batch(requests)
+    auto = engine.generate_batch(requests, schedule="auto")
+    for ours, theirs in zip(auto.results(), locked.results(), strict=True):
+        assert ours.token_ids == theirs.token_ids
+    wanted = choose_schedule(shares, num_rows=8, head_cost=head_cost(config.shape))
+    assert isinstance(wanted, Periodic) == (shares[0] > 0.5)
+    fewer_layers = auto.stats.layers_run < locked.stats.layers_run
+    assert fewer_layers == isinstance(wanted, Periodic)
+
+
+def test_schedules_have_names() -> None:
+    assert named_schedule("lockstep") == LockStep()
+    assert named_schedule("periodic") == Periodic(num_replays=1)
+    assert named_schedule("auto") == "auto"

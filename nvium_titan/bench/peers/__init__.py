@@ -1,8 +1,7 @@
-"""The same dense LLaMA in other people's decoders: what a user of this machine could run instead.
+"""Peers: other people's engines, with the same dense LLaMA in them.
 
-Each engine is measured with its own defaults, greedy, one sequence; only the threads, the longest
-sequence and the dtype are set. Wall clock by us around their calls: a peer hands every token over
-as it makes it, and `Peer.run` notes the time.
+Each runs with its own defaults, greedily, on one sequence; only the threads, the longest sequence
+and the dtype are set. A peer hands over each token as it makes it, and `Peer.run` notes the time.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from nvium_titan.bench.peers.peer import Peer
 from nvium_titan.bundle import read_bundle
 from nvium_titan.errors import BenchError, nearest
 
-__all__ = ["PEER_DTYPES", "Peer", "load_peer"]
+__all__ = ["PEER_DTYPES", "Peer", "PeerChoice", "load_peer", "parse_peer"]
 
 PEER_DTYPES: Mapping[str, tuple[str, ...]] = {
     "hf": ("float32", "bfloat16"),
@@ -25,6 +25,9 @@ PEER_DTYPES: Mapping[str, tuple[str, ...]] = {
 }
 """The types of weights that each peer can be measured with."""
 
+_THEIR_NAMES = {"int8": ("int8", "q8_0")}
+"""What peers call a type of ours, where names differ."""
+
 _CLASSES = {
     "hf": ("hf", "TransformersPeer"),
     "ctranslate2": ("ctranslate2", "CTranslate2Peer"),
@@ -33,10 +36,38 @@ _CLASSES = {
 }
 
 
+class PeerChoice(NamedTuple):
+    """A peer to run, and in which type."""
+
+    name: str
+    """A key of `PEER_DTYPES`."""
+    dtype: str | None
+    """One of its types; None follows N-vium's."""
+
+    def dtype_beside(self, dtype: str) -> str | None:
+        """Return the type to run it in beside N-vium in `dtype`; None leaves it out."""
+        wanted = (self.dtype,) if self.dtype else _THEIR_NAMES.get(dtype, (dtype,))
+        return next((name for name in wanted if name in PEER_DTYPES[self.name]), None)
+
+
+def parse_peer(text: str) -> PeerChoice:
+    """Return the peer that NAME or NAME:DTYPE means.
+
+    Raises:
+        BenchError: If there is no such peer, or it has no such type.
+    """
+    name, _, dtype = text.partition(":")
+    if name not in PEER_DTYPES:
+        raise BenchError(f"--peer {text}: {name!r} is unknown{nearest(name, PEER_DTYPES)}")
+    if dtype and dtype not in PEER_DTYPES[name]:
+        raise BenchError(f"--peer {text}: {dtype!r} is unknown{nearest(dtype, PEER_DTYPES[name])}")
+    return PeerChoice(name, dtype or None)
+
+
 def load_peer(
     name: str, bundle: Path, *, dtype: str, threads: int, max_seq_len: int, work_dir: Path
 ) -> Peer:
-    """Return somebody else's engine with our dense model in it, converted to its format.
+    """Return a peer with our dense model in it, converted to its format.
 
     Args:
         name: A key of `PEER_DTYPES`.

@@ -1,7 +1,6 @@
 """CTranslate2: its own converter and `Generator.generate_batch`, beam size 1.
 
-Timed through `callback`, which is called for each token after it was chosen. The prompt is
-forwarded at once (`include_prompt_in_result=False`), as its documentation advises.
+Timed through `callback`, which it calls for each token it has chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class CTranslate2Peer(Peer):
     def __init__(
         self, bundle: Bundle, *, dtype: str, threads: int, max_seq_len: int, work_dir: Path
     ) -> None:
-        """Convert and load the model; the arguments are those of `load_peer`.
+        """Convert and load the model, with the arguments of `load_peer`.
 
         Raises:
             BenchError: If this CPU cannot compute in `dtype`.
@@ -47,7 +46,7 @@ class CTranslate2Peer(Peer):
     def generate(
         self, prompt_ids: Sequence[int], num_new_tokens: int, on_token: Callable[[int], object]
     ) -> None:
-        """Do what `Peer` says; an empty list of end tokens ends nothing."""
+        """Continue the prompt greedily, past any end token."""
 
         def give(step: ctranslate2.GenerationStepResult) -> bool:
             on_token(step.token_id)
@@ -56,7 +55,8 @@ class CTranslate2Peer(Peer):
         self._generator.generate_batch(
             [[self._words[token_id] for token_id in prompt_ids]],
             max_length=num_new_tokens,
-            end_token=[],
+            end_token=[],  # nothing ends the text
+            # So the prompt runs at once, as its documentation advises.
             include_prompt_in_result=False,
             callback=give,
         )

@@ -1,6 +1,6 @@
-"""transformers: `LlamaForCausalLM.generate` as a user would call it, eager, on torch's threads.
+"""transformers: `LlamaForCausalLM.generate` as a user would call it, eager.
 
-Timed through the streamer, which `generate` gives each token right after choosing it.
+Timed through the streamer, to which `generate` hands each token it has chosen.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class TransformersPeer(Peer):
     def __init__(
         self, bundle: Bundle, *, dtype: str, threads: int, max_seq_len: int, work_dir: Path
     ) -> None:
-        """Load the bundle itself; the arguments are those of `load_peer`."""
-        del max_seq_len, work_dir  # its cache grows, and it reads the bundle in place
+        """Load the bundle, with the arguments of `load_peer`."""
+        del max_seq_len, work_dir  # its cache grows, and it reads the bundle where it lies
         super().__init__(
             name="transformers",
             dtype=dtype,
@@ -33,13 +33,13 @@ class TransformersPeer(Peer):
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             bundle.path, dtype=DTYPES[dtype], local_files_only=True
         ).eval()
-        # Set on the model: what `generate` is given is completed from there, end token included.
+        # On the model, where `generate` looks for what it is not given, such as an end token.
         self._model.generation_config = transformers.GenerationConfig(pad_token_id=0)
 
     def generate(
         self, prompt_ids: Sequence[int], num_new_tokens: int, on_token: Callable[[int], object]
     ) -> None:
-        """Do what `Peer` says, with torch's thread count set for the call."""
+        """Continue the prompt greedily, past any end token."""
         threads_before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         ids_BT = torch.tensor([list(prompt_ids)])
@@ -60,17 +60,17 @@ class TransformersPeer(Peer):
 
 
 class _Streamer:
-    """What `generate` asks of a streamer."""
+    """What `generate` expects of a streamer."""
 
     def __init__(self, on_token: Callable[[int], object]) -> None:
         self._on_token = on_token
         self._is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        """Pass a token on; the first value is the prompt."""
+        """Pass on a token; the first value is the prompt."""
         if not self._is_prompt:
             self._on_token(int(value))
         self._is_prompt = False
 
     def end(self) -> None:
-        """Do nothing: the last token has been passed on."""
+        """Do nothing: every token has been passed on."""

@@ -1,10 +1,9 @@
 """llama.cpp through xllamacpp: its server's engine, called in process.
 
-Timed through the callback of a streamed completion, which gets each token as it is made. The server
-reports the same span as `timings.predicted_ms`, but divides it by all tokens, though the first one
-is the prompt's. Greedy, no prompt cache; KV cache in float16 and flash attention as it chooses: its
-defaults. The wheels of PyPI are built for AVX2 (`xllamacpp.get_system_info()`); on a CPU with
-AVX-512 or AMX one built from source may be faster.
+Timed through the callback of a streamed completion, which receives each token as it is made. KV
+cache in float16 and flash attention where it chooses are its defaults. The wheels on PyPI are built
+for AVX2 (`xllamacpp.get_system_info()`); on a CPU with AVX-512 or AMX, one built from source may be
+faster.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class LlamaCppPeer(Peer):
     def __init__(
         self, bundle: Bundle, *, dtype: str, threads: int, max_seq_len: int, work_dir: Path
     ) -> None:
-        """Convert and load the model; the arguments are those of `load_peer`."""
+        """Convert and load the model, with the arguments of `load_peer`."""
         super().__init__(
             name="llama.cpp",
             dtype=dtype,
@@ -60,7 +59,7 @@ class LlamaCppPeer(Peer):
     def generate(
         self, prompt_ids: Sequence[int], num_new_tokens: int, on_token: Callable[[int], object]
     ) -> None:
-        """Do what `Peer` says; it must have an end token: the last id, which is never chosen.
+        """Continue the prompt greedily; the end token, the last id, is never chosen.
 
         Raises:
             BenchError: If the server refuses the request.
@@ -71,6 +70,8 @@ class LlamaCppPeer(Peer):
             if "error" in chunk:
                 refusals.append(chunk["error"]["message"])
                 return
+            # Timed here: its own `timings.predicted_ms` covers the same span, but is divided by all
+            # tokens, though the first one is the prompt's.
             word = chunk["choices"][0]["text"]
             if word:  # the last chunk has none, but the server's statistics
                 on_token(int(word.removeprefix("t")))
@@ -97,17 +98,16 @@ def write_gguf(
 ) -> None:
     """Write a dense model as llama.cpp's converter and `llama-quantize --pure` would.
 
-    Matrices, embedding and head included, are of type `dtype`, gains float32. The vocabulary is one
-    word per token.
+    Matrices, embedding and head included, have the type `dtype`; gains are float32.
 
     Args:
         path: The file.
         config: A dense model's.
         tensors: HF-named, float32.
-        dtype: A key of the types above.
+        dtype: One of `PEER_DTYPES["llama.cpp"]`.
 
     Raises:
-        BenchError: If q8_0 is asked for and a matrix has rows that are no multiple of its blocks.
+        BenchError: If the rows of a matrix are no multiple of a block of q8_0.
     """
     shape = config.shape
     kind, file_type = _TYPES[dtype]

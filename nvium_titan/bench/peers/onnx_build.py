@@ -1,6 +1,6 @@
 """Run onnxruntime-genai's model builder: python -m nvium_titan.bench.peers.onnx_build IN OUT fp32.
 
-A process of its own, because the builder prints, sets up logging and extends `sys.path` on import.
+In a process of its own, since the builder prints, sets up logging and extends `sys.path` on import.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from pathlib import Path
 
 import transformers
 
-# onnxruntime-genai 0.18 imports these from transformers 5, for other architectures than LLaMA.
+# onnxruntime-genai 0.18 imports these from transformers 5, for architectures other than LLaMA.
 _NEW_NAMES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
 
 def build(source: str, target: str, precision: str) -> None:
-    """Write the ONNX model of a Hugging Face folder, for the CPU, with the builder's defaults.
+    """Write the ONNX model of a Hugging Face folder for the CPU, with the builder's defaults.
 
     Args:
-        source: A folder as from `write_plain_folder`.
+        source: A folder from `write_plain_folder`.
         target: The folder to write.
-        precision: "fp32", "int8" or "int4" weights; the latter two in blocks of 32.
+        precision: "fp32", or "int8" or "int4" weights in blocks of 32.
     """
     for name in _NEW_NAMES:
         if not hasattr(transformers, name):

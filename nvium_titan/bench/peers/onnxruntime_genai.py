@@ -1,9 +1,8 @@
 """onnxruntime-genai: its own model builder and `Generator`, on the CPU execution provider.
 
-Timed around `append_tokens`, which runs the prompt, and each `generate_next_token`. The session
-keeps its defaults but for the threads, so they spin a moment after each run
-(`session.intra_op.allow_spinning`). int8 and int4 weights are in blocks of 32, activations int8
-(the builder's `accuracy_level` 4).
+Timed around `append_tokens`, which runs the prompt, and each `generate_next_token`. Only the number
+of threads is set; they spin for a moment after each run (`session.intra_op.allow_spinning`). int8
+and int4 weights come in blocks of 32, with int8 activations (the builder's `accuracy_level` 4).
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class OnnxRuntimePeer(Peer):
     def __init__(
         self, bundle: Bundle, *, dtype: str, threads: int, max_seq_len: int, work_dir: Path
     ) -> None:
-        """Build and load the model; the arguments are those of `load_peer`.
+        """Build and load the model, with the arguments of `load_peer`.
 
         Raises:
-            BenchError: If the model builder fails, such as for want of one of its packages.
+            BenchError: If the model builder fails, such as when one of its packages is missing.
         """
         super().__init__(
             name="onnxruntime-genai",
@@ -66,7 +65,7 @@ class OnnxRuntimePeer(Peer):
     def generate(
         self, prompt_ids: Sequence[int], num_new_tokens: int, on_token: Callable[[int], object]
     ) -> None:
-        """Do what `Peer` says; it must have an end token: the last id, which is never chosen."""
+        """Continue the prompt greedily; the end token, the last id, is never chosen."""
         length = len(prompt_ids) + num_new_tokens
         params = onnxruntime_genai.GeneratorParams(self._model)
         params.set_search_options(do_sample=False, max_length=length, min_length=length)

@@ -1,4 +1,4 @@
-"""What the peers share: the clock, and the model as a plain folder of Hugging Face."""
+"""What peers share: the clock, and the model as a plain Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models
 
-from nvium_titan.bench.system import Timing
+from nvium_titan.bench.systems import Timing
 from nvium_titan.bundle import Bundle
 from nvium_titan.bundle.config import CONFIG_FILE
 from nvium_titan.errors import BenchError
 
 
 class Peer(ABC):
-    """Somebody else's engine; a `System`, timed by the tokens it hands over."""
+    """A `System` of other people, timed by the tokens it hands over."""
 
     def __init__(self, *, name: str, dtype: str, version: str, threads: int) -> None:
-        """Note what the table shows; the arguments are the attributes of a `System`."""
+        """Take what tables show; the arguments are the attributes of a `System`."""
         self.name = name
         self.dtype = dtype
         self.version = version
@@ -35,7 +35,7 @@ class Peer(ABC):
         Args:
             prompt_ids: At least one token.
             num_new_tokens: Tokens to make; the sequence must fit.
-            on_token: Called with each token as soon as the engine gives it.
+            on_token: Called with each token as soon as the engine hands it over.
         """
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Peer(ABC):
         """Return the times of one generation: to the first token, and from there to the last.
 
         Raises:
-            BenchError: If another number of tokens came.
+            BenchError: If the engine makes another number of tokens.
         """
         token_s: list[float] = []
         start_s = time.perf_counter()
@@ -63,10 +63,12 @@ class Peer(ABC):
 
 
 def write_plain_folder(bundle: Bundle, folder: Path, *, max_seq_len: int) -> None:
-    """Lay out a bundle for converters that read folders of Hugging Face.
+    """Lay out a bundle for converters that read Hugging Face folders; weights are linked.
 
-    Weights are linked. The tokenizer is one word per row of the embedding, so that no converter
-    changes the vocabulary; the longest sequence is that of the measurement.
+    Args:
+        bundle: The model.
+        folder: The folder to write.
+        max_seq_len: Longest sequence of the measurement.
     """
     folder.mkdir(exist_ok=True)
     config = bundle.config.to_json() | {
@@ -77,6 +79,7 @@ def write_plain_folder(bundle: Bundle, folder: Path, *, max_seq_len: int) -> Non
         link = folder / source.name
         link.unlink(missing_ok=True)
         link.symlink_to(source.resolve())
+    # A word per row of the embedding, so that no converter changes the vocabulary.
     words = token_words(bundle.config.shape.vocab_size)
     word_level = models.WordLevel({word: index for index, word in enumerate(words)}, words[0])
     Tokenizer(word_level).save(str(folder / "tokenizer.json"))

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 class CaptureError(ValueError):
@@ -103,7 +104,7 @@ class Fetch(Protocol):
         """Return them: the one place where the host waits for the device."""
 
 
-class CudaGraphs:
+class CudaGraphs(GraphBackend):
     """CUDA graphs, captured by hand into one memory pool; branches are conditional IF nodes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -123,13 +124,15 @@ class CudaGraphs:
         self.counters = GraphCounters()
 
     @property
+    @override
     def pool_bytes(self) -> int:
-        """See `GraphBackend`; counts whole segments of the allocator."""
+        """Counts whole segments of the allocator."""
         segments = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
         return sum(segment["total_size"] for segment in segments)
 
+    @override
     def capture(self, function: Callable[[], object], *, outputs: Sequence[Tensor] = ()) -> Graph:
-        """See `GraphBackend`. After the run before it, nothing compiles inside."""
+        """After the run before it, nothing compiles inside."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -151,8 +154,9 @@ class CudaGraphs:
         self.counters.captures += 1
         return _CudaGraph(graph, self.counters)
 
+    @override
     def branch(self, is_taken: Tensor, body: Callable[[], object]) -> None:
-        """See `GraphBackend`; outside a capture, in the run before it, every branch is taken."""
+        """Outside a capture, in the run before it, every branch is taken."""
         graph: Any = self._capturing
         if graph is None:
             body()
@@ -163,8 +167,9 @@ class CudaGraphs:
         finally:
             graph.end_capture_to_conditional_node()
 
+    @override
     def send(self, host_I: Tensor, device_I: Tensor) -> None:
-        """See `GraphBackend`. Waits only while the copy before this one is still on its way."""
+        """Waits only while the copy before this one is still on its way."""
         self._sent.synchronize()
         if len(self._outbox_I) < len(host_I):
             self._outbox_I = torch.empty_like(host_I, pin_memory=True)
@@ -174,8 +179,8 @@ class CudaGraphs:
         self._sent.record(torch.cuda.current_stream(self._device))
         self.counters.copies += 1
 
+    @override
     def fetch(self, device_I: Tensor) -> Fetch:
-        """See `GraphBackend`."""
         self.counters.copies += 1
         return _CudaFetch(device_I, self.counters)
 

@@ -305,15 +305,14 @@ class GraphForward(TorchForward):
 
     def _block(self, graphs: _BufferGraphs, block_index: int, rows: int) -> None:
         """Run a block on the first row owed and those behind; their boundary states are there."""
-        buffers, shape = graphs.buffers, self.params.shape
+        buffers = graphs.buffers
         positions_T = graphs.inputs.filled_E[block_index] + self._slots_S[:rows]
         x_TD = buffers.boundary_SD[block_index].index_select(0, positions_T)
         rope = self.rope.at(positions_T)
         mask_TS = causal_mask(positions_T, buffers.num_slots, self.params.dtype)
-        for index in shape.blocks[block_index]:
-            seen = [Seen(buffers.kv_LGSH[index], positions_T, mask_TS, buffers.num_slots)]
-            layer = self.params.layers[index]
-            x_TD = self._run_layer(x_TD, layer, rope, seen, eps=shape.norm_eps)
+        for index in self._blocks[block_index]:
+            seen = [Seen(buffers.layers[index], positions_T, mask_TS, buffers.num_slots)]
+            self._run_layer(x_TD, self.params.layers[index], rope, seen, norm=self._norm)
         buffers.boundary_SD[block_index + 1].index_copy_(0, positions_T, x_TD)
 
 

@@ -174,7 +174,7 @@ def draw_in_triton(logits_V: Tensor, key_1: Tensor, temperature_1: Tensor) -> Te
     """Return the token in two kernels: the best of each block of ids, the best of those.
 
     The same up to the rounding of float64: a block knows its own largest logit only, and the
-    difference to the largest of all is taken off at the end. See `draw_in_graph`.
+    difference to the largest of all is taken off at the end.
     """
     # Triton is there only with torch's CUDA builds.
     import triton

@@ -1,4 +1,4 @@
-"""The README's section "Use it with Hugging Face", as it is written."""
+"""The sections on Hugging Face in docs/checkpoints.md, as they are written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cases]
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 # The reader's packages may warn; the lines, transformers and the bundle's modelling file may not.
 STRICT = """import warnings
 warnings.filterwarnings("error", module="transformers|__main__")
@@ -32,9 +32,9 @@ warnings.filterwarnings("error", module="transformers|__main__")
 SAVE = '\ntorch.save((batch["input_ids"], {**out}, ids), "out.pt")\n'
 
 
-def section() -> str:
-    text = README.read_text(encoding="utf-8")
-    return text.split("## Use it with Hugging Face\n")[1].split("\n## ")[0]
+def section(title: str) -> str:
+    text = PAGE.read_text(encoding="utf-8")
+    return text.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
 def run(folder: Path, *command: str) -> str:
@@ -54,7 +54,7 @@ def run(folder: Path, *command: str) -> str:
 def test_exp_06_the_python_lines_run_on_a_trained_model(tmp_path: Path) -> None:
     assert train_here(write_toml(tmp_path, training={"steps": 3})) == 0
     export_checkpoint(tmp_path / "run", tmp_path / "bundles" / "mine")
-    (code,) = re.findall(r"```python\n(.*?)```", section(), flags=re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", section("To Hugging Face"), flags=re.DOTALL)
     (tmp_path / "lines.py").write_text(STRICT + code + SAVE)
     said = run(tmp_path, "-I", "lines.py")
     assert "torch.Size([1, 5, " in said  # start of text, T, h, e, space
@@ -75,12 +75,12 @@ def test_exp_06_the_python_lines_run_on_a_trained_model(tmp_path: Path) -> None:
 
 def test_exp_06_the_import_lines_run_and_their_tables_train(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "LLAMA", num_hidden_layers=24, vocab_size=258)
-    lines = re.findall(r"^    \.venv/bin/nvium (import .*)$", section(), flags=re.MULTILINE)
+    lines = re.findall(r"^nvium (import .*)$", section("From Hugging Face"), flags=re.MULTILINE)
     assert len(lines) == 2
     said = [run(tmp_path, "-m", "nvium_titan.cli", *shlex.split(line)) for line in lines]
     assert said[0] == "imported LLAMA to bundles/dense\n"
     assert read_bundle(tmp_path / "bundles" / "dense").config.is_plain_llama
-    tables = tomli.loads(said[1].split("into the TOML file:\n\n")[1])
+    tables = tomli.loads(said[1].split("to the TOML file:\n\n")[1])
     assert tables["nvium"]["exit_layers"] == [6, 12, 18]
     assert tables["nvium"]["trainable"] == "junctions"
     tables["nvium"]["num_exits"] = 4  # the helper's settings say 3

@@ -1,4 +1,4 @@
-"""Decoding in graphs against separate operations: the same states, exits and tokens.
+"""Check that graphs give the states, exits and tokens of separate operations.
 
 Shapes: S positions, D width, V vocabulary.
 """
@@ -11,22 +11,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvium_titan.bench.graphs.modes import Mode, available_modes, in_mode
+from nvium_titan.bench.graphs import available_modes, in_mode
 from nvium_titan.bench.models import BenchModel
 from nvium_titan.bench.workload import Workload
-from nvium_titan.decode import DecoderParams, Engine, ExitPolicy, Noise, SampledRouter
-from nvium_titan.decode.policy import exit_thresholds
-from nvium_titan.decode.runner import DecodeState
+from nvium_titan.decode import (
+    DecoderParams,
+    DecodeState,
+    Engine,
+    ExitPolicy,
+    Noise,
+    SampledRouter,
+)
+from nvium_titan.decode.forward.graphs.forward import Mode
+from tests.gpu.imitation import graph_engine
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest errors allowed, by type. States: of the largest value in a buffer. Decisions: in nats, by
-which a token or an exit may miss what separate operations would choose. Products of other shapes
-round differently, and bfloat16 has 8 bits."""
+"""Largest errors allowed, by type. States: as a fraction of the largest value in a buffer.
+Decisions: the nats by which a token or an exit may miss the choice of separate operations."""
+# Products of other shapes round differently, and bfloat16 has 8 bits.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exactness:
-    """Graphs against separate operations, on one generation."""
+    """How far graphs are from separate operations, on one generation."""
 
     mode: Mode
     """How it was decoded."""
@@ -37,31 +44,31 @@ class Exactness:
     num_tokens: int
     """New tokens."""
     state_error: float
-    """Largest difference of a key, value or boundary state to those of a full forward pass, as a
-    fraction of the largest value in its buffer."""
+    """Largest difference between a key, value or boundary state and that of a full forward pass, as
+    a fraction of the largest value in its buffer."""
     decision_error: float
-    """By how much a token or an exit missed what a full forward pass would have chosen, nats; 0
-    where all are the same."""
+    """By how much a token or an exit misses the choice of a full forward pass, nats; 0 if all are
+    the same."""
     tolerance: float
-    """Most that either may be."""
+    """Largest error allowed for either."""
     passed: bool
-    """Whether both are within it."""
+    """Whether both are within the tolerance."""
 
 
 def check_exactness(
     model: BenchModel, *, dtype: torch.dtype, work: Workload, shares: Sequence[float]
 ) -> list[Exactness]:
-    """Decode in every mode, forced and routed, and compare with separate operations.
+    """Decode in every mode, with forced and with drawn exits, and compare with separate operations.
 
     Args:
         model: A small one.
         dtype: Type to compute in.
-        work: The number of pairs does not matter.
-        shares: Of the exits, where they are forced.
+        work: What to decode, once.
+        shares: Of the forced exits.
     """
     params = DecoderParams.from_tensors(model.config, model.load_tensors(dtype))
     reference = Engine(params, max_seq_len=work.max_seq_len, kernels="torch")
-    engine = Engine(params, max_seq_len=work.max_seq_len, kernels="graph")
+    engine = graph_engine(params, max_seq_len=work.max_seq_len)
     policies = {"forced": work.policies(shares)[0], "drawn": SampledRouter()}
     return [
         _exactness(in_mode(engine, mode), reference, mode=mode, exits=exits, work=work, policy=p)
@@ -115,7 +122,7 @@ def _exactness(
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference over the largest value; infinite where something is NaN."""
+    """Return the largest difference over the largest value; infinite if anything is NaN."""
     error = float((found - expected).abs().max() / expected.abs().max())
     return error if error == error else float("inf")
 
@@ -129,24 +136,20 @@ def _decision_error(
     exit_index: int,
     token_id: int,
 ) -> float:
-    """Return by how much exit and token of a position miss what the full pass says, nats."""
-    params, model = reference.params, reference.runner.model
+    """Return by how much exit and token at a position miss the choice of the full pass, nats."""
+    params, forward = reference.params, reference.forward
     noise = Noise(seed, vocab_size=params.num_tokens, device=params.device)
     num_junctions = reference.num_exits - 1
-    thresholds = exit_thresholds(
-        policy,
-        position=position,
-        uniforms=[noise.uniform(position, index) for index in range(num_junctions)],
-    )
-    assert thresholds is not None, "a policy of ours"
+    uniforms = [noise.uniform(position, index) for index in range(num_junctions)]
+    thresholds = policy.thresholds(position=position, uniforms=uniforms)
     error = 0.0
     for index in range(exit_index + 1):
-        n_1D = model.exit_norm(index, full.buffers.boundary_SD[index + 1][position - 1 :][:1])
+        n_1D = forward.exit_norm(index, full.buffers.boundary_SD[index + 1][position - 1 :][:1])
         if index == num_junctions:
             break
-        beyond = float(model.router_logit(index, n_1D)) - thresholds[index]
+        beyond = float(forward.router_logit(index, n_1D)) - thresholds[index]
         error = max(error, -beyond if index == exit_index else beyond)
-    logits_V = model.logits(model.exit_state(exit_index, n_1D))[0, : params.num_tokens]
+    logits_V = forward.logits(forward.exit_state(exit_index, n_1D))[0, : params.num_tokens]
     scores_V = logits_V.double() + noise.gumbel(position)
     missed = float(scores_V.max() - scores_V[token_id])
     return max(error, missed) if missed == missed else float("inf")
