@@ -30,7 +30,7 @@ from nvium_titan.core.mixture import at_least_float32
 from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import ConfigError
 from nvium_titan.train.controller import ControllerConfig
-from nvium_titan.train.metrics import token_sums
+from nvium_titan.train.metrics import sum_sizes, token_sums
 from nvium_titan.train.objective import phase_weights, token_terms
 
 
@@ -102,7 +102,8 @@ class MixtureLoss(BaseLoss):
         # 0-dim float64 scales a float32 tensor without making it float64.
         self._balance_weight = torch.zeros((), dtype=torch.float64, device=device)
         self._compute_weight = torch.zeros((), dtype=torch.float64, device=device)
-        self.sums = torch.zeros(4 + 3 * shape.num_exits, dtype=torch.float64, device=device)
+        num_sums = sum(sum_sizes(shape.num_exits).values())
+        self.sums = torch.zeros(num_sums, dtype=torch.float64, device=device)
 
     def warmup_steps(self, num_steps: int) -> int:
         """Return how many of a run's steps are router warm-up."""

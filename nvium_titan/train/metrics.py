@@ -11,8 +11,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,24 @@ COLLAPSE_LIMIT = 0.95
 """An exit that takes more than this share of the probability is reported as router collapse."""
 
 
+def sum_sizes(num_exits: int) -> dict[str, int]:
+    """Return how many sums make each figure of `MixtureMetrics`, in their order in one tensor.
+
+    Args:
+        num_exits: Exits of the model, the final one included.
+    """
+    return {
+        "num_tokens": 1,
+        "mixture_nll": 1,
+        "expected_depth": 1,
+        "balance": 1,
+        "router_entropy": 1,
+        "exit_ce": num_exits,
+        "exit_shares": num_exits,
+        "router_means": num_exits - 1,
+    }
+
+
 def token_sums(
     terms: TokenTerms, router_logit_J: Tensor, log_label_E: Tensor, valid: Tensor
 ) -> Tensor:
@@ -44,22 +63,21 @@ def token_sums(
         valid: 1 where the label counts and 0 elsewhere, shape (*).
 
     Returns:
-        Shape (5 + 2E + J,), float64: valid tokens, mixture NLL, expected depth, balance, entropy of
-        the exits, then per exit the NLL and the probability, then per junction w.
+        Shape (S,), float64, in the order of `sum_sizes`.
     """
     p_E = terms.log_exit_E.exp()
-    entropy = -torch.special.xlogy(p_E, p_E).sum(dim=0)
-    rows = [
-        torch.ones_like(terms.mixture_nll),
-        terms.mixture_nll,
-        terms.expected_depth,
-        terms.balance,
-        entropy,
-        *(-log_label_E),
-        *p_E,
-        *torch.sigmoid(router_logit_J),
-    ]
-    return torch.stack([(row * valid).sum(dtype=torch.float64) for row in rows])
+    rows: dict[str, Iterable[Tensor]] = {
+        "num_tokens": [torch.ones_like(terms.mixture_nll)],
+        "mixture_nll": [terms.mixture_nll],
+        "expected_depth": [terms.expected_depth],
+        "balance": [terms.balance],
+        "router_entropy": [-torch.special.xlogy(p_E, p_E).sum(dim=0)],
+        "exit_ce": -log_label_E,
+        "exit_shares": p_E,
+        "router_means": torch.sigmoid(router_logit_J),
+    }
+    ordered = [row for name in sum_sizes(len(p_E)) for row in rows[name]]
+    return torch.stack([(row * valid).sum(dtype=torch.float64) for row in ordered])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,18 +109,19 @@ class MixtureMetrics:
     @classmethod
     def from_sums(cls, sums: Sequence[float], *, num_exits: int) -> MixtureMetrics:
         """Divide reduced `token_sums` by their token count; without tokens every mean is 0."""
-        count = sums[0]
-        means = [value / max(count, 1.0) for value in sums]
-        exits, shares, routers = 5, 5 + num_exits, 5 + 2 * num_exits
+        values = iter(sums)
+        found = {name: list(islice(values, size)) for name, size in sum_sizes(num_exits).items()}
+        (count,) = found.pop("num_tokens")
+        means = {name: [v / max(count, 1.0) for v in part] for name, part in found.items()}
         return cls(
             num_tokens=round(count),
-            mixture_nll=means[1],
-            expected_depth=means[2],
-            balance=means[3],
-            router_entropy=means[4],
-            exit_ce=means[exits:shares],
-            exit_shares=means[shares:routers],
-            router_means=means[routers:],
+            mixture_nll=means["mixture_nll"][0],
+            expected_depth=means["expected_depth"][0],
+            balance=means["balance"][0],
+            router_entropy=means["router_entropy"][0],
+            exit_ce=means["exit_ce"],
+            exit_shares=means["exit_shares"],
+            router_means=means["router_means"],
         )
 
 

@@ -10,6 +10,7 @@ Letters: T tokens of a sequence.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 from collections.abc import Iterator
@@ -81,9 +82,8 @@ class PackedTextDataset(IterableDataset, Stateful):
         self._seq_len = seq_len
         self._share = share
         self._infinite = infinite
-        # The rest of the document that the last sequence cut, and where the next one starts.
-        self._ids: Ids = np.empty(0, dtype=np.int64)
-        self._start = 0
+        # What the last sequence left of its document.
+        self._rest: Ids = np.empty(0, dtype=np.int64)
         self._num_sequences = 0
         # Where the shares are dealt from; sequences before it are passed over.
         self._first_sequence = 0
@@ -111,12 +111,13 @@ class PackedTextDataset(IterableDataset, Stateful):
         """Yield the runs of ids of each sequence; a run's inputs are all but its last."""
         runs: list[Ids] = []
         num_inputs = 0
-        for _ in self._encoded_documents():
-            while (num_left := len(self._ids) - 1 - self._start) > 0:
+        for document in itertools.chain([self._rest], self._documents()):
+            self._rest = document
+            while (num_left := len(self._rest) - 1) > 0:
                 take = min(num_left, self._seq_len - num_inputs)
-                runs.append(self._ids[self._start : self._start + take + 1])
+                runs.append(self._rest[: take + 1])
                 num_inputs += take
-                self._start += take
+                self._rest = self._rest[take:]
                 if num_inputs == self._seq_len:
                     yield runs
                     runs, num_inputs = [], 0
@@ -126,16 +127,14 @@ class PackedTextDataset(IterableDataset, Stateful):
             yield runs
             runs = []
 
-    def _encoded_documents(self) -> Iterator[None]:
-        """Put the ids of one document after another into `self._ids`."""
-        if self._start < len(self._ids):
-            yield
+    def _documents(self) -> Iterator[Ids]:
+        """Yield the ids of each document that is left, epoch after epoch."""
         while True:
             for document in self._source.documents():
-                self._ids, self._start = encode_document(document, self._tokenizer), 0
-                if len(self._ids):
-                    self._num_epoch_tokens += len(self._ids)
-                    yield
+                ids = encode_document(document, self._tokenizer)
+                if len(ids):
+                    self._num_epoch_tokens += len(ids)
+                    yield ids
             self._check_epoch()
             if not self._infinite:
                 return
@@ -159,7 +158,7 @@ class PackedTextDataset(IterableDataset, Stateful):
         """Return the position, which does not depend on the rank or the number of ranks."""
         return {
             "source": self._source.state_dict(),
-            "ids": self._ids[self._start :].copy(),
+            "ids": self._rest.copy(),
             "num_sequences": self._num_sequences,
             "num_epoch_tokens": self._num_epoch_tokens,
         }
@@ -167,7 +166,7 @@ class PackedTextDataset(IterableDataset, Stateful):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position; the sequences that follow are those of an uninterrupted run."""
         self._source.load_state_dict(state["source"])
-        self._ids, self._start = state["ids"], 0
+        self._rest = state["ids"]
         self._num_sequences = self._first_sequence = state["num_sequences"]
         self._num_epoch_tokens = state["num_epoch_tokens"]
 
