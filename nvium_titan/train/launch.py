@@ -105,7 +105,7 @@ def check_inputs(config: NviumTrainer.Config) -> None:
         DataError: If the training or validation data is missing, empty or malformed.
     """
     from nvium_titan.text.tokenizer import check_vocabulary
-    from nvium_titan.train.data.datasets import TextDataLoader
+    from nvium_titan.train.data.loader import TextDataLoader
 
     shape = config.model_spec.model.shape
     _check_checkpoint(config.checkpoint, Path(config.dump_folder), shape)

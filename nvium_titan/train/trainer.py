@@ -28,7 +28,7 @@ from nvium_titan.train.config import dump_config
 from nvium_titan.train.config.tables import Float8Table, ModelTable, NviumTable, resolve_shape
 from nvium_titan.train.controller import Baseline, next_beta
 from nvium_titan.train.data.agreement import host_group, in_step
-from nvium_titan.train.data.datasets import Batch, TextDataLoader
+from nvium_titan.train.data.loader import Batch, TextDataLoader
 from nvium_titan.train.data.tokenizers import TextTokenizer
 from nvium_titan.train.loss import MixtureLoss
 from nvium_titan.train.metrics import NviumMetricsProcessor

@@ -11,7 +11,7 @@ from torch import nn
 from torchtitan.components.validate import Validator
 
 from nvium_titan.train.data.agreement import in_step
-from nvium_titan.train.data.datasets import Batch, TextDataLoader
+from nvium_titan.train.data.loader import Batch, TextDataLoader
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from nvium_titan.train.data.datasets import TextDataLoader
+from nvium_titan.train.data.loader import TextDataLoader
 from nvium_titan.train.trainer import NviumTrainer
 from tests.helpers.runs import rows_of, train_here, write_toml
 

@@ -22,7 +22,7 @@ from nvium_titan.errors import ConfigError, DataError, DependencyError, Tokenize
 from nvium_titan.text import parquet
 from nvium_titan.text.documents import Document, Rejected, open_files
 from nvium_titan.text.tokenizer import ByteTokenizer
-from nvium_titan.train.data.datasets import TextDataLoader
+from nvium_titan.train.data.loader import TextDataLoader
 from nvium_titan.train.data.prepare import prepare
 from nvium_titan.train.data.shards import (
     Manifest,
@@ -32,7 +32,7 @@ from nvium_titan.train.data.shards import (
     write_manifest,
     write_shard,
 )
-from tests.unit.test_datasets import make_loader, register, rows, write_rows
+from tests.unit.test_loader import make_loader, register, rows, write_rows
 
 
 @contextmanager

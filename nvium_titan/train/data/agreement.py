@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nvium_titan.errors import NviumError, StreamError
-from nvium_titan.train.data.datasets import Batch, TextDataLoader
+from nvium_titan.train.data.loader import Batch, TextDataLoader
 
 logger = logging.getLogger(__name__)
 

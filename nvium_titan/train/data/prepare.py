@@ -46,7 +46,7 @@ from nvium_titan.train.data.shards import (
 )
 
 if TYPE_CHECKING:
-    from nvium_titan.train.data.datasets import TextDataLoader
+    from nvium_titan.train.data.loader import TextDataLoader
     from nvium_titan.train.data.sources import StreamSource
 
 logger = logging.getLogger(__name__)

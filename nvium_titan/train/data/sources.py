@@ -55,6 +55,12 @@ class Source(Protocol):
         ...
 
 
+def no_text(source: Source) -> str:
+    """Return the message about a source in which there is no text to train on."""
+    faults = f" ({source.faults()})" if source.faults() else ""
+    return f"{source.name}: no text to train on{faults}; fix [dataloader]"
+
+
 class Faults:
     """Counts the documents that were set aside; reports the first, the tenth, the hundredth, ..."""
 

@@ -18,7 +18,8 @@ from nvium_titan.errors import ConfigError, DataError, TokenizerError
 from nvium_titan.text.documents import PIECE_BYTES, Document, Rejected, open_files, split_of
 from nvium_titan.text.tokenizer import ByteTokenizer, check_vocabulary
 from nvium_titan.train.config import load_config
-from nvium_titan.train.data.datasets import IGNORED_LABEL, TextDataLoader
+from nvium_titan.train.data.loader import TextDataLoader
+from nvium_titan.train.data.packing import IGNORED_LABEL
 from nvium_titan.train.data.python_docs import MIN_CHARS, python_docs
 from nvium_titan.train.data.tokenizers import TextTokenizer
 
