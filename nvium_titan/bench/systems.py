@@ -17,7 +17,7 @@ from nvium_titan.decode import (
     GenerationResult,
     SampledRouter,
 )
-from nvium_titan.decode.schedule import ScheduleName, named_schedule
+from nvium_titan.decode.schedule import ScheduleName
 
 SETTLE_S = 0.1
 """Pause between runs: the threads of another engine go on spinning after its last token."""
@@ -108,7 +108,7 @@ class EngineSystem:
         self.engine = engine
         self.policies = policies
         self._seed = seed
-        self._schedule = named_schedule(schedule)
+        self._schedule: ScheduleName = schedule
 
     def run(self, prompt_ids: Sequence[int], num_new_tokens: int) -> EngineRun:
         """Sample exactly `num_new_tokens` tokens for each policy; an end token ends nothing."""

@@ -190,7 +190,6 @@ class Generate:
     ) -> None:
         """Continue the prompts in a batch; print each answer after those before it."""
         from nvium_titan.decode import GenerationRequest, TextPieces, TextResult
-        from nvium_titan.decode.schedule import named_schedule
 
         all_ids = [_encode(model, prompt) for prompt in prompts]
         batch = engine.generate_batch(
@@ -199,7 +198,7 @@ class Generate:
                 for row, prompt_ids in enumerate(all_ids)
             ],
             batch_size=self.batch,
-            schedule=named_schedule(self.schedule),
+            schedule=self.schedule,
         )
         rows = [
             TextPieces(model.tokenizer.stream(prompt_ids), stop_strings=self.stop)

@@ -110,7 +110,11 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         if row is None or not row.run.tokens:
             raise RuntimeError(f"row {row_index} has not given a token yet")
         row.run.finish_reason = row.run.finish_reason or "stop"
-        self._drop_finished()
+        try:
+            self._drop_finished()
+        except BaseException:
+            self.close()
+            raise
 
     def result(self, row_index: int) -> GenerationResult | None:
         """Return the result of a row whose last token has been given; None before that."""
@@ -165,7 +169,7 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
             total = sum(self._exit_counts)
             self._schedule = choose_schedule(
                 [count / total for count in self._exit_counts],
-                num_rows=len(self._rows),
+                num_rows=min(self._batch_size, len(self._rows) + len(self._waiting)),
                 head_cost=head_cost(self._runner.params.shape),
             )
         if not self._limits:
@@ -200,8 +204,9 @@ class BatchGeneration(Iterator[tuple[int, GeneratedToken]]):
         """Run a block for all rows that want it; what others owe it rides along."""
         rows = [row for row in self._rows if _wants_block(row) and row.block_index == block_index]
         if any(row.run.state.payable(block_index) for row in rows):
-            states = [row.run.state for row in self._rows]
-            self.stats.layers_run += self._runner.fill_all(states, block_index)
+            wanting = [row.run.state for row in rows]
+            riders = [row.run.state for row in self._rows if row not in rows]
+            self.stats.layers_run += self._runner.fill_all(wanting, block_index, riders=riders)
         router_logits = dict.fromkeys(rows, math.nan)
         asking = [row for row in rows if row.law is not None and row.law.asks_router(block_index)]
         if asking:

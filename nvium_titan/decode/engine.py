@@ -13,8 +13,8 @@ Shapes: B sequences, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,12 +36,10 @@ from nvium_titan.decode.policy import ExitPolicy, FixedExit
 from nvium_titan.decode.results import GeneratedToken, Scores
 from nvium_titan.decode.runner import Runner
 from nvium_titan.decode.sampling import SamplingParams
-from nvium_titan.decode.schedule import LockStep, Schedule
+from nvium_titan.decode.schedule import Schedule, ScheduleName, named_schedule
 from nvium_titan.decode.score import score_positions
 from nvium_titan.decode.sequence import DecodeState
 from nvium_titan.errors import PromptError
-
-_LOCK_STEP = LockStep()
 
 
 class Engine:
@@ -141,7 +139,7 @@ class Engine:
         Raises:
             PromptError: If it is empty, does not fit, or holds an unknown id.
         """
-        self._check_ids(token_ids, used=state.length, limit=state.max_length)
+        self._check_ids(token_ids, used=state.length, limit=self._limit(state))
         self.runner.feed(state, token_ids)
         self.runner.prefill(state)
 
@@ -174,7 +172,7 @@ class Engine:
         Raises:
             PromptError: If the sequence is full or the id is unknown.
         """
-        self._check_ids((token_id,), used=state.length, limit=state.max_length)
+        self._check_ids((token_id,), used=state.length, limit=self._limit(state))
         self.runner.feed(state, (token_id,))
         return self.choose(
             state, noise=noise, sampling=sampling, policy=policy, with_log_probs=with_log_probs
@@ -194,6 +192,7 @@ class Engine:
 
         Host reads: one per router asked, one for the token; see `choose_token`.
         """
+        self._check_law(sampling, policy)
         job = TokenJob(
             noise=noise,
             num_junctions=self.num_exits - 1,
@@ -267,7 +266,7 @@ class Engine:
         requests: Sequence[GenerationRequest],
         *,
         batch_size: int | None = None,
-        schedule: Schedule | Literal["auto"] = _LOCK_STEP,
+        schedule: Schedule | ScheduleName = "lockstep",
     ) -> BatchGeneration:
         """Return the new tokens of several requests as they come; all are checked at once.
 
@@ -279,17 +278,18 @@ class Engine:
             requests: At least one; each with its own settings and seed.
             batch_size: Most rows at once, which bounds the memory; all if None. Where a row ends,
                 the next request begins.
-            schedule: When which block runs; "auto" chooses by the exit shares of the first tokens.
+            schedule: When which block runs: one of your own, or by name.
 
         Raises:
-            PromptError: If there is no request, `batch_size` is not positive, or a request is
-                impossible, see `generate`; the message says which.
+            PromptError: If there is no request, `batch_size` is not positive, there is no such
+                schedule, or a request is impossible, see `generate`; the message says which.
         """
         if not requests:
             raise PromptError("the batch is empty; give at least one request")
         batch_size = len(requests) if batch_size is None else batch_size
         if batch_size < 1:
             raise PromptError(f"batch_size={batch_size} (--batch): must be at least 1")
+        schedule = named_schedule(schedule)
         openers = []
         for index, request in enumerate(requests):
             try:
@@ -310,16 +310,14 @@ class Engine:
         Raises:
             PromptError: If it is impossible.
         """
-        policy, prompt_ids = request.policy, request.prompt_ids
+        # A list may change before its turn comes; what was checked must be what is run.
+        request = replace(request, prompt_ids=tuple(request.prompt_ids))
+        prompt_ids = request.prompt_ids
         if request.max_new_tokens < 1:
             raise PromptError(f"max_new_tokens={request.max_new_tokens}: must be at least 1")
-        if isinstance(policy, FixedExit) and not 0 <= policy.exit_index < self.num_exits:
-            raise PromptError(
-                f"exit {policy.exit_index + 1}: the model has exits 1 to {self.num_exits}"
-            )
-        law = law_name(request.sampling, policy)
+        law = self._check_law(request.sampling, request.policy)
         used = state.length if state else 0
-        limit = state.max_length if state else self.max_seq_len
+        limit = self._limit(state) if state else self.max_seq_len
         self._check_ids(prompt_ids, used=used, limit=limit - 1, reserve=1)
         num_new = min(request.max_new_tokens, limit - used - len(prompt_ids))
 
@@ -361,6 +359,17 @@ class Engine:
             log_exits=torch.stack([part.log_label_ER.T for part in parts]),
             log_exit_probs=torch.stack([part.log_exit_ER.T for part in parts]),
         )
+
+    def _limit(self, state: DecodeState) -> int:
+        """Return the most tokens of a sequence, which may come from another engine."""
+        return min(state.max_length, self.max_seq_len)
+
+    def _check_law(self, sampling: SamplingParams, policy: ExitPolicy) -> str:
+        if isinstance(policy, FixedExit) and not 0 <= policy.exit_index < self.num_exits:
+            raise PromptError(
+                f"exit {policy.exit_index + 1}: the model has exits 1 to {self.num_exits}"
+            )
+        return law_name(sampling, policy)
 
     def _check_ids(
         self, token_ids: Sequence[int], *, used: int, limit: int, reserve: int = 0

@@ -181,8 +181,11 @@ class RequestRun:
     @torch.inference_mode()
     def _late_log_mix(self) -> tuple[float, ...]:
         """Return log pi_mix of the tokens, after paying the rows that are still owed."""
-        self.state.stats = DecodeStats()  # the flush is not part of the decoding that was measured
-        self.runner.flush(self.state)
+        stats, self.state.stats = self.state.stats, DecodeStats()
+        try:
+            self.runner.flush(self.state)  # not part of the decoding that was measured
+        finally:
+            self.state.stats = stats
         scores = score_positions(
             self.runner,
             self.state,
@@ -193,7 +196,7 @@ class RequestRun:
 
 
 class Generation(Iterator[GeneratedToken]):
-    """Tokens as they come. Ending it early, in any way, leaves nothing behind."""
+    """Tokens as they come. Ending it early leaves nothing behind but a state of the caller's."""
 
     def __init__(self, run: RequestRun, *, owns_state: bool) -> None:
         """Take a request; nothing runs yet.

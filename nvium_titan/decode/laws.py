@@ -291,8 +291,9 @@ def is_decided(partial_V: Tensor, rest: Tensor | float, *, margin: float) -> Ten
     Returns:
         Shape (*), bool.
     """
-    top_2 = partial_V.topk(2, dim=-1).values
-    return top_2[..., 0] - top_2[..., 1] > rest + margin
+    top_2 = partial_V.topk(min(2, partial_V.shape[-1]), dim=-1).values
+    lead = top_2[..., 0] - top_2[..., 1] if top_2.shape[-1] == 2 else top_2[..., 0]
+    return lead > rest + margin
 
 
 def log_sigmoid(z: float) -> float:

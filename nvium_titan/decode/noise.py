@@ -39,8 +39,7 @@ class Noise:
         self._vocab_size = vocab_size
         self._device = device
         self._num_rows = max(1, min(32, _BLOCK_ELEMENTS // vocab_size))
-        self._rows = range(0)
-        self._gumbel_BV = torch.empty(0)
+        self._memo = (range(0), torch.empty(0))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Noise) and self._identity == other._identity
@@ -62,12 +61,13 @@ class Noise:
 
     def gumbel(self, position: int) -> Tensor:
         """Return the Gumbel noise that chooses the token at a position, shape (V,), float64."""
-        if position not in self._rows:
-            self._rows = range(position, position + self._num_rows)
-            self._gumbel_BV = gumbel_noise(
-                self.seed, self._rows, self._vocab_size, device=self._device
-            )
-        return self._gumbel_BV[position - self._rows.start]
+        rows, gumbel_BV = self._memo
+        if position not in rows:
+            rows = range(position, position + self._num_rows)
+            gumbel_BV = gumbel_noise(self.seed, rows, self._vocab_size, device=self._device)
+            # Both at once: an interrupt or another thread must not see one without the other.
+            self._memo = rows, gumbel_BV
+        return gumbel_BV[position - rows.start]
 
 
 def uniform(seed: int, position: int, stream: int) -> float:

@@ -137,6 +137,18 @@ class ScriptedExits:
     """Also run and read every router on the way, as sampling would, so that its cost is paid."""
 
     law = "approximate: scripted exits"
+
+    def __post_init__(self) -> None:
+        """Check the script.
+
+        Raises:
+            PromptError: If it is empty or names a negative exit.
+        """
+        if not self.exit_indices or min(self.exit_indices) < 0:
+            raise PromptError(
+                f"exit_indices={self.exit_indices}: must be one exit or more, each at least 0"
+            )
+
     router_temperature = None
 
     @property

@@ -36,7 +36,7 @@ class DecodeStats:
     num_new_tokens: int = 0
     """Tokens sampled."""
     prefill_s: float = 0.0
-    """Seconds to run the prompt, and what an earlier turn left owed, through every block."""
+    """Seconds to run the prompt, and what an earlier turn left owed."""
     ttft_s: float = 0.0
     """Seconds to the first token: the prefill and one choice."""
     decode_s: float = 0.0

@@ -81,33 +81,39 @@ class Runner:
             self.forward.run_block(block_index, (group,))
             self._book(state, block_index, rows=rows)
 
-    def fill_all(self, states: Sequence[DecodeState], block_index: int) -> int:
+    def fill_all(
+        self,
+        states: Sequence[DecodeState],
+        block_index: int,
+        *,
+        riders: Sequence[DecodeState] = (),
+    ) -> int:
         """Pay what some sequences owe to one block, together: its weights are read once for all.
 
         Args:
             states: The sequences, written; a position counts where the block below has run it.
             block_index: Which block.
+            riders: Others, which pay what fits into the calls that the first ones need.
 
         Returns:
             The number of layer calls, each for any number of sequences; 0 if nothing is owed.
         """
         num_calls = 0
-        while True:
+        while any(state.payable(block_index) for state in states):
             groups: list[Group] = []
             taken: list[DecodeState] = []
             free = LARGEST_PREFILL
-            for state in states:
+            for state in (*states, *riders):
                 rows = min(state.payable(block_index), LARGEST_GROUP)
                 if 0 < rows <= free:
                     free -= rows
                     groups.append(Group(state.buffers, state.filled[block_index], rows))
                     taken.append(state)
-            if not groups:
-                return num_calls * self._block_sizes[block_index]
             self.forward.run_block(block_index, groups)
             num_calls += 1
             for state, group in zip(taken, groups, strict=True):
                 self._book(state, block_index, rows=group.rows)
+        return num_calls * self._block_sizes[block_index]
 
     def run_token(self, state: DecodeState, job: TokenJob, *, begins_next: bool) -> TokenRun | None:
         """Run all that the next token needs at once; None if the forward wants it in pieces."""

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from typing_extensions import override
 
-from nvium_titan.errors import PromptError
+from nvium_titan.errors import PromptError, nearest
 
 _MOST_REPLAYS = 8
 _LEAST_GAIN = 1.01
@@ -33,11 +33,18 @@ ScheduleName = Literal["lockstep", "periodic", "auto"]
 `choose_schedule`, from the exit shares of a batch's first tokens."""
 
 
-def named_schedule(name: ScheduleName) -> Schedule | Literal["auto"]:
-    """Return the schedule of a name, as `Engine.generate_batch` takes it."""
-    if name == "auto":
-        return "auto"
-    return LockStep() if name == "lockstep" else Periodic(num_replays=1)
+def named_schedule(schedule: Schedule | ScheduleName) -> Schedule | Literal["auto"]:
+    """Return the schedule of a name; "auto", which a batch chooses, and schedules stay.
+
+    Raises:
+        PromptError: If there is no such name.
+    """
+    if not isinstance(schedule, str) or schedule == "auto":
+        return schedule
+    named: dict[str, Schedule] = {"lockstep": LockStep(), "periodic": Periodic(num_replays=1)}
+    if schedule not in named:
+        raise PromptError(f"schedule={schedule!r}{nearest(schedule, (*named, 'auto'))}")
+    return named[schedule]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,6 +76,7 @@ class SequenceBuffers:
         self.boundary_SD = tuple(zeros(num_slots, shape.dim) for _ in range(shape.num_exits + 1))
         """Boundary states: embeddings, then the residual stream behind each block."""
 
+    @torch.inference_mode()
     def zero(self) -> None:
         """Make them as new: what a sequence left may be NaN, which masks do not stop."""
         self.kv_LGSH.zero_()
@@ -115,12 +116,13 @@ class BufferPool:
     @torch.inference_mode()
     def take(self) -> SequenceBuffers:
         """Return a free set, zeroed; a new one if there is none."""
-        if self._free:
+        try:
             buffers = self._free.pop()
-            buffers.zero()
-        else:
+        except IndexError:
             buffers = self._make()
             self._all.add(buffers)
+        else:
+            buffers.zero()
         return buffers
 
     def give_back(self, buffers: SequenceBuffers) -> None:
@@ -183,12 +185,15 @@ class DecodeState:
         self.exit_inputs.clear()
 
     def clear(self) -> None:
-        """Forget every token; the buffers stay and are written before they are read."""
+        """Forget every token; the buffers are as new."""
+        self.buffers.zero()
         self.filled = [0] * len(self.filled)
         self.token_ids = []
         self.exit_inputs = {}
 
     def close(self) -> None:
-        """Give up the buffers, for the next sequence; the state must not be used again."""
+        """Give up buffers of a pool, for the next sequence; the state must not be used again."""
         if self._give_back is not None:
             self._give_back()
+            self._give_back = None
+            del self.buffers

@@ -5,6 +5,7 @@ Shapes: T rows, D width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -46,11 +47,24 @@ class TokenJob:
     """Whether log p_k and log pi_k are wanted too."""
 
     def thresholds(self, position: int) -> list[float]:
-        """Return the policy's thresholds for the token at a position."""
-        uniforms = [0.5] * self.num_junctions
-        if self.policy.reads_router:
-            uniforms = [self.noise.uniform(position, k) for k in range(self.num_junctions)]
-        return self.policy.thresholds(position=position, uniforms=uniforms)
+        """Return the policy's thresholds for the token at a position.
+
+        Raises:
+            ValueError: If the policy breaks the contract of `ExitPolicy.thresholds`.
+        """
+        uniforms = [self.noise.uniform(position, k) for k in range(self.num_junctions)]
+        thresholds = self.policy.thresholds(position=position, uniforms=uniforms)
+        name = type(self.policy).__name__
+        # Kernels read exactly as many as there are junctions.
+        if len(thresholds) != self.num_junctions:
+            raise ValueError(
+                f"{name} gives {len(thresholds)} thresholds for {self.num_junctions} junctions"
+            )
+        if not self.policy.reads_router and not all(map(math.isinf, thresholds)):
+            raise ValueError(
+                f"{name} gives thresholds {thresholds}: without reads_router all must be infinite"
+            )
+        return thresholds
 
     def draw(self, position: int) -> Draw:
         """Return how the token at a position is drawn."""

@@ -194,6 +194,10 @@ class GraphForward(TorchForward):
         one, and how far the others have come is on the device.
         """
         length = state.length + 1
+        try:
+            job.thresholds(length)
+        except Exception:  # of a policy, for a token that may never come: if it does, it is raised
+            return None
         owed = [1, *(length - filled for filled in state.filled[1:])]
         result = self._start(graphs, owed, length, job, with_filled=False)
         return None if result is None else _Ahead(length, job, result)
