@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from nvium_titan.bench.machine import wait_for
 from nvium_titan.bench.models import WEIGHT_BYTES, BenchModel
@@ -172,7 +171,6 @@ class LoadedShape:
             build(m.load_params(dtype=dtype), max_seq_len=work.max_seq_len)
             for m in (model, model.dense())
         )
-        self._capture_s = {engine: time_captures(engine) for engine in (self._nvium, self._dense)}
         self._prompts = work.prompts(model.shape.vocab_size)
 
     def speed(self, shares: Sequence[float], *, bandwidth_gb_s: float) -> ShapeFigures:
@@ -259,29 +257,13 @@ class LoadedShape:
             over_dense=over_dense,
             launches=count_launches(system, self._prompts[0], num_tokens=self._work.new_tokens - 1),
             num_graphs=forward.num_graphs,
-            capture_s=sum(self._capture_s[engine]),
+            capture_s=forward.counters.capture_s,
             pool_mb=forward.backend.pool_bytes / 1e6,
         )
 
 
 def _ms_per_token(runs: Sequence[EngineRun]) -> list[float]:
     return [run.ms_per_token for run in runs]
-
-
-def time_captures(engine: Engine) -> list[float]:
-    """Return a list that receives the seconds of every further capture of an engine in graphs."""
-    backend, seconds = graphs_of(engine).backend, list[float]()
-    capture = backend.capture
-
-    def timed(function: Callable[[], None], **outputs: Sequence[Tensor]) -> object:
-        start = time.perf_counter()
-        graph = capture(function, **outputs)
-        wait_for(engine.params.device)
-        seconds.append(time.perf_counter() - start)
-        return graph
-
-    backend.capture = timed  # type: ignore[method-assign,assignment]  # the engine has no timers
-    return seconds
 
 
 def count_launches(system: EngineSystem, prompt: Sequence[int], *, num_tokens: int) -> Launches:

@@ -59,9 +59,12 @@ class Eval:
 
     def run(self) -> None:
         """Score and print."""
+        import torch
+
         from nvium_titan.decode import Engine
         from nvium_titan.eval.perplexity import encode_documents, evaluate, read_documents
 
+        torch.set_flush_denormal(True)  # as in training; denormal numbers are slow on a CPU
         model = load(self.bundle, dtype=self.dtype, device=self.device)
         documents = encode_documents(
             read_documents(self.text, text_column=self.text_column),

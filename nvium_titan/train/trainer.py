@@ -152,6 +152,9 @@ class NviumTrainer(Trainer):
             )
 
     def __init__(self, config: Config) -> None:
+        # Gradients of a softmax over a large vocabulary hold denormal numbers, on which a CPU's
+        # products crawl. It is a setting of threads, which those that they start inherit.
+        torch.set_flush_denormal(True)
         check_device(parallelism=config.parallelism, training=config.training)
         if config.float8.enable:
             is_compiled = config.compile.enable and "model" in config.compile.components

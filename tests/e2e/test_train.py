@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -367,3 +370,38 @@ def test_layouts_that_are_not_supported_are_refused_by_name(
     toml = write_toml(tmp_path)
     assert train_here(toml, *flags) == 2
     assert message in _said(capfd)
+
+
+DENORMALS = """
+import sys
+import torch
+from nvium_titan.train import compat, launch
+
+compat.use_cpu_without_accelerator()
+from nvium_titan.train.loss import MixtureLoss
+
+start_step = MixtureLoss.start_step
+
+def noted(self, step, *, num_steps):
+    tiny = torch.full((1 << 22,), 2e-38) * 1e-3  # more than one thread's share
+    print("largest:", float(tiny.max()), "threads:", torch.get_num_threads())
+    start_step(self, step, num_steps=num_steps)
+
+MixtureLoss.start_step = noted
+sys.exit(launch.main(sys.argv[1:]))
+"""
+
+
+def test_every_thread_that_trains_flushes_denormal_numbers(tmp_path: Path) -> None:
+    """They made a step of a model with a large vocabulary five times as slow."""
+    toml = write_toml(tmp_path, training={"steps": 2})
+    done = subprocess.run(
+        [sys.executable, "-c", DENORMALS, "--config-file", str(toml)],
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("largest")]
+    assert said == ["largest: 0.0 threads: 2"] * 2

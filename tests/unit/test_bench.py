@@ -307,7 +307,8 @@ def test_an_interrupt_before_the_first_pair_is_passed_on(monkeypatch: pytest.Mon
 def report_of(*entries: DtypeFigures) -> BenchReport:
     return BenchReport(
         model="64x4", exits=[1, 2, 3, 4], num_params=1, forced_shares=list(SHARES),
-        prompt_tokens=5, new_tokens=21, batch=1, schedule="lockstep", num_pairs_wanted=3, seed=0, device="cpu",
+        prompt_tokens=5, new_tokens=21, batch=1, num_pairs_wanted=3, seed=0,
+        schedule="lockstep", device="cpu",
         threads=1,
         cpu=describe_cpu(), versions={"torch": "2"}, command="nvium bench", dtypes=list(entries),
     )  # fmt: skip

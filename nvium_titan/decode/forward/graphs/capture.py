@@ -34,6 +34,8 @@ class GraphCounters:
 
     captures: int = 0
     """Functions captured."""
+    capture_s: float = 0.0
+    """Seconds of the host in captures, compilation included."""
     dropped: int = 0
     """Graphs given up for others, least recently used first."""
     replays: int = 0

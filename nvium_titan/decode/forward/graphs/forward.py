@@ -28,10 +28,11 @@ import copy
 import logging
 import math
 import threading
+import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -262,11 +263,13 @@ class GraphForward(TorchForward):
         return graph
 
     def _capture(self, function: Callable[[], object], *, outputs: Sequence[Tensor] = ()) -> Graph:
-        if not self._compiles:
-            return self.backend.capture(function, outputs=outputs)
+        start = time.perf_counter()
         # Each number of rows is a compilation of its own, and so is each model in the process.
-        with torch._dynamo.config.patch(recompile_limit=_MAX_COMPILATIONS):
-            return self.backend.capture(function, outputs=outputs)
+        limit = torch._dynamo.config.patch(recompile_limit=_MAX_COMPILATIONS)
+        with limit if self._compiles else nullcontext():
+            graph = self.backend.capture(function, outputs=outputs)
+        self.counters.capture_s += time.perf_counter() - start
+        return graph
 
     # --- what is captured -----------------------------------------------------------------------
 
