@@ -1,7 +1,7 @@
-"""The hook for torchtitan's ``--module nvium_titan --config NAME``: a function per shipped TOML.
+"""The hook for torchtitan's `--module nvium_titan --config NAME`: a function per shipped TOML file.
 
-torchtitan looks a name up in this module and calls it. The names are those of the files in
-``train_configs/`` with ``-`` as ``_``: ``quadrivium_768x24()`` loads ``quadrivium-768x24.toml``.
+torchtitan looks up the name in this module and calls it: `quadrivium_768x24()` loads
+`train_configs/quadrivium-768x24.toml`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["config_files"]
 
 
 def config_files() -> dict[str, Path]:
-    """Return the shipped TOML files by registry name.
+    """Return the shipped TOML files by their names here, with `_` for `-`.
 
     Raises:
-        FileNotFoundError: If they are missing from the installation.
+        FileNotFoundError: If the installation has none.
     """
     package = Path(__file__).parent
-    # In a wheel they lie inside the package, in a checkout beside it.
+    # In a wheel they are inside the package, in a checkout beside it.
     for folder in (package / "train_configs", package.parent / "train_configs"):
         if folder.is_dir():
             return {file.stem.replace("-", "_"): file for file in sorted(folder.glob("*.toml"))}

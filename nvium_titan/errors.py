@@ -2,19 +2,19 @@
 
     NviumError                  1  (failed)
     |-- DivergenceError         1  the loss became NaN or infinite
-    |-- StreamError             1  the source of the text fails for good
+    |-- StreamError             1  a stream of text keeps failing
     |-- SaveError               1  a checkpoint could not be saved
-    `-- UsageError              2  (wrong use: the input must be changed)
+    `-- UsageError              2  (wrong use: the input must change)
         |-- ConfigError         2  a TOML file, a flag, a shape
         |-- DataError           2  text, jsonl, folders
         |-- TokenizerError      2  a tokenizer file, a vocabulary
         |-- CheckpointError     2  a DCP step folder
         |-- BundleError         2  a bundle directory
-        |-- PromptError         2  a prompt or a request the engine cannot serve
+        |-- PromptError         2  a prompt or a request that the engine cannot serve
         |-- BenchError          2  a benchmark that cannot be run as asked
         `-- DependencyError     2  a missing or unsupported package
 
-Every message names the value, the limit and the place to fix.
+Every message names the value, the limit and the place to fix it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 
 class NviumError(Exception):
-    """Base of all errors that the command line shows as one message, without a traceback."""
+    """Base of the errors that a command shows as one message, without a traceback."""
 
     exit_code = 1
 
@@ -34,21 +34,21 @@ class DivergenceError(NviumError):
 
 
 class StreamError(NviumError):
-    """A stream of text, or a disk that holds it, goes on failing; the run was saved before."""
+    """A stream of text, or the disk it is on, keeps failing; the run was saved before."""
 
 
 class SaveError(NviumError):
-    """A checkpoint could not be saved, such as on a full disk; the earlier ones are kept."""
+    """A checkpoint could not be saved, on a full disk for example; earlier ones are kept."""
 
 
 class UsageError(NviumError):
-    """The input cannot work and must be changed."""
+    """The input cannot work and must change."""
 
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    """A setting is unknown, of the wrong type or impossible."""
+    """A setting is unknown, has the wrong type or is impossible."""
 
 
 class DataError(UsageError):
@@ -64,7 +64,7 @@ class CheckpointError(UsageError):
 
 
 class BundleError(UsageError):
-    """A bundle directory is missing, incomplete or of another format."""
+    """A bundle is missing, incomplete or of another format."""
 
 
 class PromptError(UsageError):
@@ -80,14 +80,14 @@ class DependencyError(UsageError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return a hint that names the nearest valid spelling and lists the valid ones.
+    """Return a hint with the nearest valid name and all valid names.
 
     Args:
         name: What the user wrote.
-        valid: Every name that would have been accepted.
+        valid: All names that would be accepted.
 
     Returns:
-        Text to append to a message, such as ``"; did you mean 'beta'? (valid: alpha, beta)"``.
+        Text to append to a message, such as `"; did you mean 'beta'? (valid: alpha, beta)"`.
     """
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)

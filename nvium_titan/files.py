@@ -1,4 +1,4 @@
-"""Files that are the old one or the new one, whatever happens in between."""
+"""Replacing files safely."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import IO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Give a file that takes the place of `path` once it is written and on the disk."""
+    """Give a file that replaces `path` once it is on the disk; `path` is never half written."""
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
         yield file

@@ -1,7 +1,4 @@
-"""What a command logs: nothing that other packages only say to each other, colours for terminals.
-
-Nothing here runs at import; commands call it.
-"""
+"""What commands keep out of their logs: other packages' noise, and colour codes in files."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from typing import TextIO
 
 
 def drop_known_noise() -> None:
-    """Drop warnings of other packages that no user can act on; called first by every command."""
-    # Importing torchao 0.18 registers two enums that torch 2.14 knows by itself, and torch says so
-    # twice: in every run, since torchtitan imports torchao where it is installed. It can go once
-    # torchao no longer registers them.
+    """Drop warnings of other packages that no user can act on."""
+    # torchao 0.18 registers two enums that torch 2.14 knows by itself, and torch warns of each.
+    # Where torchao is installed torchtitan imports it, so every run would begin with that. This can
+    # go once torchao no longer registers them.
     logging.getLogger("torch.utils._pytree").addFilter(_is_no_known_enum)
 
 

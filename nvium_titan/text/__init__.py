@@ -1,1 +1,1 @@
-"""Text to token ids and back, streams of text, documents of any kind of file. Never torch."""
+"""Text to token ids and back, streams of text, documents in files of any kind. Never torch."""

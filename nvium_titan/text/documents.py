@@ -1,8 +1,8 @@
-"""Documents in files: found, indexed and read one at a time, bad ones set aside with their place.
+"""Documents in files: found, indexed and read one at a time; bad ones are told with their place.
 
-One row of `.jsonl`, `.json` or `.parquet` is a document. Any other file is text and one document;
-if it is long it is read in pieces of about `PIECE_BYTES`, cut at a blank line if there is one, of
-which only the last ends the document. So a single large file can be shuffled and split as well.
+Each row of `.jsonl`, `.json` or `.parquet` is a document. Any other file is text and one document;
+a long one is read in pieces of about `PIECE_BYTES`, cut at a blank line if possible, so that it can
+be shuffled and split as well.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from typing_extensions import override
+
 from nvium_titan.errors import DataError
 from nvium_titan.text.parquet import ParquetRows
 
 PIECE_BYTES = 8192
-"""Longest piece of a text file, give or take half."""
+"""Length of a piece of a text file, give or take half."""
 ROW_SUFFIXES = frozenset({".json", ".jsonl", ".ndjson", ".parquet"})
 TEXT_SUFFIXES = frozenset(
     {".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts",
@@ -31,20 +33,20 @@ TEXT_SUFFIXES = frozenset(
 
 Split = Literal["train", "validation", "all"]
 VALIDATION_PERCENT = 5
-"""Share of the documents that the split "validation" gets and "train" does not."""
+"""Percentage of the documents in the split "validation"; the others are in "train"."""
 
 
 class Document(NamedTuple):
-    """Text to train on."""
+    """A text, or a piece of one."""
 
     text: str
-    """All of it, or one piece."""
+    """The text or piece."""
     is_end: bool = True
-    """Whether its document ends with it, so that the end token follows."""
+    """Whether the text ends with it, so that the end token follows."""
 
 
 class Rejected(NamedTuple):
-    """What should have been a document."""
+    """A document that cannot be used."""
 
     place: str
     """File and line."""
@@ -56,46 +58,48 @@ class Store(Protocol):
     """Documents by index."""
 
     def __len__(self) -> int:
-        """Return the number of documents, bad ones included."""
+        """Return the number of documents, with bad ones."""
         ...
 
     def read(self, index: int) -> Document | Rejected:
-        """Return one document, or why it is none."""
+        """Return a document, or why it cannot be used."""
         ...
 
 
-class TextStore:
+class TextStore(Store):
     """Documents in memory."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
 
+    @override
     def __len__(self) -> int:
         return len(self._texts)
 
+    @override
     def read(self, index: int) -> Document:
-        """Return one document."""
         return Document(self._texts[index])
 
 
-class JoinedStore:
+class JoinedStore(Store):
     """Several stores one after the other."""
 
     def __init__(self, stores: Sequence[Store]) -> None:
         self._stores = [store for store in stores if len(store)]
         self._ends = list(itertools.accumulate(map(len, self._stores)))
 
+    @override
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
+    @override
     def read(self, index: int) -> Document | Rejected:
-        """Return one document, or why it is none."""
         which = bisect.bisect_right(self._ends, index)
         return self._stores[which].read(index - (self._ends[which - 1] if which else 0))
 
 
 def split_of(text: str) -> Split:
-    """Return the split that a document belongs to: by its own text, whatever else there is."""
+    """Return the split that a document belongs to; only its text decides."""
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return "validation" if int.from_bytes(digest) % 100 < VALIDATION_PERCENT else "train"
 
@@ -117,7 +121,7 @@ class _PieceStore:
         except UnicodeDecodeError as error:
             return Rejected(f"{self._path}: byte {start + error.start}", "not UTF-8 text")
         if "\0" in text:
-            return Rejected(f"{self._path}: byte {start}", "holds NUL, so it is no text")
+            return Rejected(f"{self._path}: byte {start}", "holds NUL, so it is not text")
         return Document(text, is_end=end == self._ends[-1])
 
 
@@ -172,7 +176,9 @@ def _json_rows(path: Path) -> list[Any]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON: {error}; rows of lines go in .jsonl") from error
+        raise DataError(
+            f"{path}: not valid JSON: {error}; a file with a row on each line must end in .jsonl"
+        ) from error
     return rows if isinstance(rows, list) else [rows]
 
 
@@ -180,12 +186,12 @@ def open_files(paths: str | Sequence[str], *, text_column: str) -> JoinedStore:
     """Return the documents of files, folders and globs, in the order given, each file once.
 
     Args:
-        paths: Folders are searched for the known suffixes, hidden files left out.
-        text_column: The key of a row that holds the text.
+        paths: Folders are searched for files with known suffixes, but not hidden ones.
+        text_column: The key of the text in a row.
 
     Raises:
-        DataError: If a path does not exist or holds no file to read, or if a file of rows has
-            none with text under `text_column`.
+        DataError: If a path does not exist or has no file to read, or if no row of a file has text
+            under `text_column`.
         DependencyError: If a file is Parquet and pyarrow is not installed.
     """
     stores: list[Store] = []
@@ -204,7 +210,7 @@ def find_files(paths: str | Sequence[str]) -> list[Path]:
     """Return the files that `open_files` reads, in its order.
 
     Raises:
-        DataError: If a path does not exist or holds no file to read.
+        DataError: If a path does not exist or has no file to read.
     """
     given = [paths] if isinstance(paths, str) else list(paths)
     return list(dict.fromkeys(file for path in given for file in _find(path)))
@@ -224,7 +230,7 @@ def _find(path: str) -> Iterator[Path]:
         if not found:
             raise DataError(
                 f"path {path!r}: no file in this folder has a known suffix "
-                f"({' '.join(sorted(known))}); name the files, or use a glob"
+                f"({' '.join(sorted(known))}); name the files or use a glob"
             )
     elif root.is_file():
         found = [root]
@@ -250,7 +256,7 @@ def _open(file: Path, text_column: str) -> Store:
 
 
 def _refuse_useless(file: Path, store: Store, text_column: str) -> None:
-    # All rows of a file bad is a wrong column, not stray damage.
+    # If every row is bad, the column is wrong: that is no stray damage.
     first: Rejected | None = None
     for index in range(len(store)):
         item = store.read(index)
@@ -268,7 +274,7 @@ def _refuse_useless(file: Path, store: Store, text_column: str) -> None:
 
 
 def row_document(row: Any, text_column: str, place: str) -> Document | Rejected:
-    """Return the document in a row of a file, or why there is none."""
+    """Return the document in a row of a file, or why it has none."""
     if not isinstance(row, dict):
         return Rejected(place, f"is {_json_name(row)}, must be an object")
     if text_column not in row:
@@ -300,7 +306,7 @@ def _read_range(path: Path, start: int, end: int) -> bytes:
 
 
 def _line_ends(path: Path) -> Iterator[int]:
-    """Yield where each line ends; the last one may lack its newline."""
+    """Yield where each line ends; the last need not end in a newline."""
     end = 0
     with path.open("rb") as file:
         for line in file:
@@ -309,7 +315,7 @@ def _line_ends(path: Path) -> Iterator[int]:
 
 
 def _piece_ends(path: Path) -> Iterator[int]:
-    """Yield where each piece of a text file ends, never inside a UTF-8 character."""
+    """Yield where each piece of a text file ends, never within a UTF-8 character."""
     size = path.stat().st_size
     if not size:
         return

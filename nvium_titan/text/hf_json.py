@@ -1,7 +1,6 @@
-"""Our byte and sentencepiece tokenizers written as a Hugging Face `tokenizer.json`.
+"""Byte and sentencepiece tokenizers as a Hugging Face `tokenizer.json`, for readers of bundles.
 
-For readers of a bundle that know only that format. No token is listed as "added", so a reader that
-looks for added tokens in text finds none: `</s>` in a text stays text there too.
+No token is "added", since readers look for added tokens in text: `</s>` in a text stays text.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ _SPACE = "\u2581"  # sentencepiece's visible space
 
 
 def byte_tokenizer_json() -> Tokenizer:
-    """Return the byte tokenizer as a BPE without merges: an id a byte, then start and end."""
-    # GPT-2's printable stand-ins for bytes, which the ByteLevel steps below speak.
+    """Return the byte tokenizer as a BPE without merges: an id per byte, then start and end."""
+    # The ByteLevel steps below use GPT-2's printable stand-ins for bytes.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable}
@@ -32,11 +31,11 @@ def byte_tokenizer_json() -> Tokenizer:
 
 
 def sentencepiece_json(model: sentencepiece.SentencePieceProcessor) -> Tokenizer | None:
-    """Return a sentencepiece model as a Hugging Face tokenizer that gives the same ids.
+    """Return a sentencepiece model as a Hugging Face tokenizer with the same ids, if there is one.
 
-    None where that format would give other ids: for anything but LLaMA-2's kind, a BPE with byte
-    fallback that takes the text as it is. (A unigram model would read `</s>` in a text as the end.)
+    There is one for LLaMA-2's kind: a BPE with byte fallback that does not normalise the text.
     """
+    # As a unigram model, for example, that format reads `</s>` in a text as the end token.
     spec = _Spec.of(model.serialized_model_proto())
     if not spec.is_plain_bpe:
         return None
@@ -74,23 +73,23 @@ def _starting_with(token: str, token_id: int) -> processors.TemplateProcessing:
 
 
 def _splits(piece: str, vocab: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of pieces that make `piece`, the most frequent parts first."""
+    """Yield the pairs of pieces that make up `piece`, the most frequent first."""
     cuts = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
     pairs = [(left, right) for left, right in cuts if left in vocab and right in vocab]
     yield from sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
 
 
 class _Spec(NamedTuple):
-    """What the Python interface of sentencepiece does not tell, read from the model file."""
+    """Settings that sentencepiece's Python interface does not give, from the model file."""
 
     is_plain_bpe: bool
-    """A BPE with byte fallback that takes the text as it is and has no pieces from the user."""
+    """Whether it is a BPE with byte fallback, without normalisation and pieces set by the user."""
     add_dummy_prefix: bool
-    """Whether a space is put before the text."""
+    """Whether a space is put in front of the text."""
 
     @classmethod
     def of(cls, proto: bytes) -> _Spec:
-        # Field numbers of sentencepiece_model.proto; proto2 defaults where a field is absent.
+        # Field numbers of sentencepiece_model.proto; a missing field has its default.
         outer = dict(_fields(proto))
         trainer = dict(_fields(outer.get(2, b"")))
         normalizer = dict(_fields(outer.get(3, b"")))
@@ -105,7 +104,7 @@ class _Spec(NamedTuple):
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield (field number, value) of a protocol buffer message: varints, floats, bytes."""
+    """Yield (field number, value) of a protocol buffer message."""
     position = 0
 
     def varint() -> int:

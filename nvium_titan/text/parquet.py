@@ -1,4 +1,4 @@
-"""The rows of a Parquet file; needs pyarrow."""
+"""The rows of a Parquet file."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from typing import Any
 from nvium_titan.errors import DataError, DependencyError, nearest
 
 KEPT_BYTES = 1 << 30
-"""Text of one file that stays decoded; row groups used longest ago go first."""
+"""Decoded text of a file that is kept; the row group used longest ago is dropped first."""
 
 
 class ParquetRows:
     """The text column of a Parquet file, decoded by row group.
 
-    Rows read in order decode each row group once. Rows in random order do so too while the column
-    fits in `KEPT_BYTES`; of a larger one, `nvium data prepare` makes shards that are read as fast
-    in any order.
+    Read in order, each row group is decoded once; in random order too, if the column fits in
+    `KEPT_BYTES`. Of a larger one `nvium data prepare` makes shards, quick to read in any order.
     """
 
     def __init__(self, path: Path, text_column: str) -> None:
-        """Read the file's footer.
+        """Open the file.
 
         Raises:
             DataError: If the file is damaged or has no such column.
@@ -84,5 +83,5 @@ class ParquetRows:
         return sum(int(column.nbytes) for column in self._groups.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Worker processes open the file themselves.
+        # Each worker process opens the file itself.
         return ParquetRows, (self._path, self._text_column)

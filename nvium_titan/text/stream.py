@@ -1,7 +1,6 @@
-"""Streams of text: ids in one by one, whole characters out.
+"""Streams of text: ids go in one by one, whole characters come out.
 
-Bytes that are no UTF-8 come out as U+FFFD; an incomplete character at the end does when the stream
-finishes.
+Bytes that are not UTF-8 come out as U+FFFD, as does an incomplete character at the end.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ import codecs
 from collections.abc import Callable
 from typing import Protocol
 
+from typing_extensions import override
+
 
 class TextStream(Protocol):
-    """Turns ids into text as they come; every piece is valid UTF-8."""
+    """Turns ids into text one by one; every piece of text is valid UTF-8."""
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes, often a piece of a word, sometimes nothing.
+        """Return the text that `token_id` completes: a piece of a word, or nothing yet.
 
         Raises:
             TokenizerError: If the tokenizer has no such id.
@@ -23,35 +24,35 @@ class TextStream(Protocol):
         ...
 
     def finish(self) -> str:
-        """Return what is left: U+FFFD for an incomplete character, else nothing."""
+        """Return the rest: U+FFFD for an incomplete character, else nothing."""
         ...
 
 
-class ByteStream:
-    """A stream for tokenizers whose every id is a string of bytes."""
+class ByteStream(TextStream):
+    """A stream for tokenizers in which every id stands for bytes."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], *, strip_first_space: bool) -> None:
         self._token_bytes = token_bytes
         self._strip_first_space = strip_first_space
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
+    @override
     def push(self, token_id: int) -> str:
-        """Return the characters that the bytes of `token_id` complete."""
         data = self._token_bytes(token_id)
         if data and self._strip_first_space:
             self._strip_first_space = False
             data = data.removeprefix(b" ")
         return self._decoder.decode(data)
 
+    @override
     def finish(self) -> str:
-        """Return U+FFFD if the bytes end inside a character."""
         return self._decoder.decode(b"", final=True)
 
 
-class WindowStream:
-    """A stream for tokenizers that only decode lists: decodes a short window twice per id.
+class WindowStream(TextStream):
+    """A stream for tokenizers that decode only lists: for each id it decodes a short window twice.
 
-    Text is held back while it ends in U+FFFD, which more ids may complete.
+    Text that ends in U+FFFD is held back, since more ids may complete the character.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class WindowStream:
         self._window: list[int] = []
         self._num_shown = 0
 
+    @override
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes."""
         if not self._is_text(token_id):
             return ""
         self._window.append(token_id)
@@ -74,8 +75,8 @@ class WindowStream:
         self._num_shown = len(self._window)
         return text
 
+    @override
     def finish(self) -> str:
-        """Return what was held back."""
         text = self._pending()
         self._num_shown = len(self._window)
         return text

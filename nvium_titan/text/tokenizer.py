@@ -1,8 +1,8 @@
-"""Text to token ids and back: bytes, sentencepiece and Hugging Face tokenizers, without torch.
+"""Text to token ids and back: bytes, sentencepiece and Hugging Face tokenizers.
 
-Text never becomes a special id: `</s>` in a document or a prompt is four ordinary characters, and
-only the flags `add_bos` and `add_eos` add the special ids. Decoding skips them. There is one
-decoder, the stream: `decode` is its concatenation, so streamed text and text decoded at once agree.
+No text becomes a special id: `</s>` in a document or a prompt is four ordinary characters. Only
+`add_bos` and `add_eos` add special ids, and decoding skips them. The stream is the only decoder;
+`decode` joins what it gives, so that streamed and decoded text agree.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KIND_KEY = "nvium_kind"
 
 
 class Tokenizer(Protocol):
-    """What training, export and decoding ask of a tokenizer."""
+    """What training, export and decoding need of a tokenizer."""
 
     @property
     def kind(self) -> str:
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest id, plus one."""
         ...
 
     @property
@@ -57,21 +57,21 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of what decides the ids of a text: kind, model file and special ids."""
+        """SHA-256, in hex, of what decides the ids of a text: kind, model file, special ids."""
         ...
 
     def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        """Return the ids of `text`; lone surrogates count as `?`.
+        """Return the ids of `text`; a lone surrogate is encoded as `?`.
 
         Args:
-            text: Anything; no part of it becomes a special id.
-            add_bos: Start with `bos_id`, if there is one.
-            add_eos: End with `eos_id`, if there is one.
+            text: Any text; no part of it becomes a special id.
+            add_bos: Whether to start with `bos_id`, if there is one.
+            add_eos: Whether to end with `eos_id`, if there is one.
         """
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, special ids skipped.
+        """Return the text of `ids`, without special ids.
 
         Raises:
             TokenizerError: If the tokenizer has no such id.
@@ -79,9 +79,9 @@ class Tokenizer(Protocol):
         ...
 
     def stream(self, prompt_ids: Sequence[int] = ()) -> TextStream:
-        """Return a stream that continues the text of `prompt_ids`, which it does not repeat.
+        """Return a stream that continues the text of `prompt_ids`, without repeating it.
 
-        After a prompt the first word keeps the space before it.
+        After a prompt the first word keeps the space in front of it.
         """
         ...
 
@@ -91,21 +91,21 @@ class Tokenizer(Protocol):
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Check that every token id has a row in the model's embedding; more rows are padding.
+    """Check that every token id has a row in the model's embedding; further rows are padding.
 
     Raises:
         TokenizerError: If the tokenizer has more ids than the model.
     """
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(
-            f"the {tokenizer.kind} tokenizer has {tokenizer.vocab_size} ids but the model's "
-            f"vocab_size={vocab_size}: set [model] vocab_size to at least {tokenizer.vocab_size} "
+            f"the {tokenizer.kind} tokenizer has {tokenizer.vocab_size} ids, but the model has "
+            f"vocab_size={vocab_size}; set [model] vocab_size to at least {tokenizer.vocab_size} "
             "or choose another tokenizer"
         )
 
 
 class _Base(ABC):
-    """What the three kinds share: the special ids and the one decoder."""
+    """What the three kinds share: special ids and decoding."""
 
     kind: str
     vocab_size: int
@@ -150,7 +150,7 @@ class _Base(ABC):
 
 
 class ByteTokenizer(_Base):
-    """UTF-8 bytes as ids 0..255, then 256 (start) and 257 (end); needs no file."""
+    """UTF-8 bytes as ids 0..255, then 256 (start) and 257 (end); without a file."""
 
     kind = "byte"
     vocab_size = 258
@@ -171,7 +171,7 @@ class ByteTokenizer(_Base):
         return bytes([token_id]) if token_id < 256 else b""
 
     def save(self, directory: Path) -> None:
-        """Write our marker, and the same ids as a `tokenizer.json` for Hugging Face readers."""
+        """Write a config that names the kind, and a `tokenizer.json` with the same ids."""
         byte_tokenizer_json().save(str(directory / HF_FILE))
         base = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -199,11 +199,11 @@ class SentencePieceTokenizer(_Base):
         except (OSError, RuntimeError) as error:
             raise TokenizerError(f"{path}: not a sentencepiece model: {error}") from error
         self.vocab_size = self._model.vocab_size()
-        # Only control pieces, which text cannot spell, count as start and end; else there is none.
+        # Negative if the model has none. Both are control pieces, which no text can spell.
         self.bos_id = _id_or_none(self._model.bos_id())
         self.eos_id = _id_or_none(self._model.eos_id())
         self._bytes = [self._piece_bytes(token_id) for token_id in range(self.vocab_size)]
-        # Whether decoding drops the space that encoding puts before the first word.
+        # Whether decoding drops the space that encoding puts in front of the first word.
         pieces = map(self._model.id_to_piece, range(self.vocab_size))
         word = next((p for p in pieces if p[0] == "\u2581" != p[1:2] and len(p) > 1), None)
         self._strips_first_space = word is not None and self._model.decode_pieces([word])[:1] != " "
@@ -231,7 +231,7 @@ class SentencePieceTokenizer(_Base):
         return self._bytes[token_id]
 
     def save(self, directory: Path) -> None:
-        """Write `tokenizer.model`, where possible the same as `tokenizer.json`, and a config."""
+        """Write `tokenizer.model`, a config and, if the format allows, a `tokenizer.json`."""
         (directory / SENTENCEPIECE_FILE).write_bytes(self._model.serialized_model_proto())
         converted = sentencepiece_json(self._model)
         if converted is not None:
@@ -252,7 +252,7 @@ class SentencePieceTokenizer(_Base):
 
 
 class HuggingFaceTokenizer(_Base):
-    """A `tokenizer.json`, with the `tokenizer_config.json` beside it for the special tokens."""
+    """A `tokenizer.json`, with special tokens from the `tokenizer_config.json` beside it."""
 
     kind = "hf"
 
@@ -260,8 +260,8 @@ class HuggingFaceTokenizer(_Base):
         """Load the two files.
 
         Raises:
-            TokenizerError: If a file cannot be read, if the two disagree on an id, or if text
-                could spell a special token.
+            TokenizerError: If a file cannot be read, if the two disagree about an id, or if a
+                text could spell a special token.
         """
         self._config = _read_config(path.parent)
         try:
@@ -284,12 +284,12 @@ class HuggingFaceTokenizer(_Base):
             if token_id in self._encode_text(added[token_id].content):
                 raise TokenizerError(
                     f"{path}: the text {added[token_id].content!r} encodes to special id "
-                    f"{token_id}, so a document could contain it; take the token out of the "
-                    "model's vocabulary and leave it in added_tokens"
+                    f"{token_id}, so a document could contain it; remove the token from the "
+                    "model's vocabulary and keep it in added_tokens"
                 )
 
     def _add_special_tokens(self, path: Path) -> None:
-        # Tokens that only tokenizer_config.json calls special must be so in the model too.
+        # What only tokenizer_config.json calls special must be special in the model too.
         listed = self._config.get("added_tokens_decoder", {})
         wanted = {
             int(key): token["content"] for key, token in listed.items() if token.get("special")
@@ -313,7 +313,7 @@ class HuggingFaceTokenizer(_Base):
         return WindowStream(self._decode_window, self._is_text)
 
     def _model_bytes(self) -> bytes:
-        # Special tokens may come from tokenizer_config.json alone; text cannot spell them.
+        # Special tokens may be in tokenizer_config.json alone.
         return self._json + repr(sorted(self._special_ids)).encode()
 
     def _decode_window(self, ids: list[int]) -> str:
@@ -324,7 +324,7 @@ class HuggingFaceTokenizer(_Base):
         return token_id not in self._special_ids
 
     def save(self, directory: Path) -> None:
-        """Write `tokenizer.json` as it was read, and its configuration."""
+        """Write `tokenizer.json` as it was read, and its config."""
         (directory / HF_FILE).write_bytes(self._json)
         _write_config(directory, kind=self.kind, base=self._config)
 
@@ -333,9 +333,9 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     """Return the tokenizer at `path`.
 
     Args:
-        path: `byte`; a directory with tokenizer files; a `.json` or `.model` file. A directory
-            written by `save` comes back as the kind it was; elsewhere `tokenizer.model` is
-            preferred to `tokenizer.json`.
+        path: `byte`, a directory with tokenizer files, or a `.json` or `.model` file. In a
+            directory that `save` did not write, `tokenizer.model` is preferred to
+            `tokenizer.json`.
 
     Raises:
         TokenizerError: If there is no tokenizer, or it cannot be read.
@@ -346,7 +346,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     if not path.exists():
         raise TokenizerError(
             f"tokenizer {path}: no such file or directory; give a directory with {HF_FILE} or "
-            f"{SENTENCEPIECE_FILE}, one of these files, or 'byte' for the tokenizer without a file"
+            f"{SENTENCEPIECE_FILE}, one of these files, or 'byte', which needs no file"
         )
     if path.is_dir():
         kind = _read_config(path).get(_KIND_KEY)
@@ -388,13 +388,14 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _token_text(config: dict[str, Any], key: str) -> str:
-    """Return a token that is stored as a string or as {"content": ...}; empty if there is none."""
+    """Return a token stored as a string or as {"content": ...}; "" if there is none."""
     token = config.get(key)
     return str(token["content"] if isinstance(token, dict) else token or "")
 
 
 def _write_config(directory: Path, *, kind: str, base: dict[str, Any]) -> None:
-    """Write `tokenizer_config.json`; transformers then splits special tokens in text, as we do."""
+    """Write `tokenizer_config.json`."""
+    # With split_special_tokens transformers, too, takes special tokens in a text for text.
     config = {**base, "split_special_tokens": True, _KIND_KEY: kind}
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (directory / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The checkpoint manager: torchtitan's, made safe against cut-off, damaged and foreign files."""
+"""torchtitan's checkpoint manager, made safe against incomplete, damaged and foreign files."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ logger = logging.getLogger(__name__)
 
 
 class NviumCheckpointManager(CheckpointManager):
-    """torchtitan's checkpoints; what is loaded is whole, and what was saved last stays.
+    """Loads only complete checkpoints, and never deletes the last good one.
 
-    A newest folder whose saving was cut off is passed over with a warning. A damaged or foreign
-    checkpoint ends the run before training, with the good ones named.
+    A newest folder that was not saved to the end is skipped with a warning. A damaged or foreign
+    checkpoint ends the run before training; the message names a good one.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """torchtitan's settings; the last step keeps its optimizer state by default."""
+        """torchtitan's settings; by default the last step keeps its optimizer state."""
 
         initial_load_model_only: bool = True
         """Whether an initial checkpoint restores only the model's weights."""
 
         last_save_model_only: bool = False
-        """Whether the final checkpoint holds the model only: smaller, but no run can go on."""
+        """Whether the final checkpoint holds the model only: smaller, but no run can resume."""
 
         def __post_init__(self) -> None:
-            """Check the settings, without a warning about a default that does nothing.
+            """Check the settings.
 
             Raises:
                 ConfigError: If the initial checkpoint has no absolute path, or the folder is a URL.
@@ -64,6 +64,7 @@ class NviumCheckpointManager(CheckpointManager):
                 raise ConfigError(
                     "[checkpoint] initial_load_in_hf=true: initial_load_path must name the bundle"
                 )
+            # torchtitan would warn that this default does nothing without a path.
             wanted = self.initial_load_model_only
             self.initial_load_model_only = wanted and self.initial_load_path is not None
             CheckpointManager.Config.__post_init__(self)
@@ -83,7 +84,7 @@ class NviumCheckpointManager(CheckpointManager):
         return found[-1] if found else None
 
     def _load(self, step: int = -1) -> bool:
-        # Disks show different ranks different things; what rank 0 sees goes for all.
+        # A shared disk may show each rank another state; what rank 0 sees counts.
         chosen: list[Any] = [None, None]
         if dist.get_rank() == 0:
             try:
@@ -100,29 +101,29 @@ class NviumCheckpointManager(CheckpointManager):
         return -1
 
     def _choose(self, step: int) -> int | None:
-        """Return the step to go on from, None to start.
+        """Return the step to resume from, None to start anew.
 
         Raises:
-            CheckpointError: If that step is damaged or holds no more than weights.
+            CheckpointError: If that step is damaged or holds weights alone.
         """
         folders = step_folders(self.folder)
         target: Path | None = Path(self.folder) / f"step-{step}"
         if step < 0:
-            # A folder in Hugging Face's format is finished too, but none to go on from.
+            # A folder in Hugging Face's format is finished too, but no run resumes from it.
             usable = [path for path in folders if is_finished(path) or _holds_weights_only(path)]
             target = usable[-1] if usable else None
             for path in folders[len(folders) if target is None else folders.index(target) + 1 :]:
                 logger.warning(
-                    "%s: no %s in it, its saving was cut off; passed over, %s",
-                    path, METADATA, f"going on from {target}" if target else "starting anew",
+                    "%s: no %s in it, so it was not saved to the end; skipped, %s",
+                    path, METADATA, f"resuming from {target}" if target else "starting anew",
                 )  # fmt: skip
         if target is None:
             return None
         if _holds_weights_only(target):
             fault = (
-                "holds only the model's weights, so the run cannot go on from it (it was saved "
-                "with [checkpoint] last_save_model_only); to train on from these weights give a "
-                "new dump_folder and initial_load_path"
+                "holds only the model's weights, so the run cannot resume from it (it was saved "
+                "with [checkpoint] last_save_model_only); to train from these weights, set a new "
+                "dump_folder and initial_load_path"
             )
         else:
             fault = fault_in(target)
@@ -136,8 +137,8 @@ class NviumCheckpointManager(CheckpointManager):
         good = [path for path in finished_folders(self.folder) if path != bad]
         good = [path for path in good if not fault_in(path) and not _holds_weights_only(path)]
         if not good:
-            return f"there is no good checkpoint; to start anew remove {bad}"
-        return f"to go on from the last good one add --checkpoint.load_step {step_of(good[-1])}"
+            return f"there is no good checkpoint; to start anew, remove {bad}"
+        return f"to resume from the last good one, add --checkpoint.load_step {step_of(good[-1])}"
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, **how: Any) -> None:
         """Load a checkpoint.
@@ -148,19 +149,19 @@ class NviumCheckpointManager(CheckpointManager):
             how: torchtitan's `from_hf` and `from_quantized`.
 
         Raises:
-            CheckpointError: If an entry is missing, of another shape or cannot be read.
+            CheckpointError: If an entry is missing, has another shape or cannot be read.
         """
         try:
             super().dcp_load(state_dict, checkpoint_id, **how)
         except CheckpointException as error:
             cause = _cause(error)
             hint = (
-                "if [model] or [nvium] changed since it was saved, undo that or give a new "
-                "dump_folder; else "
+                "if [model] or [nvium] changed since it was saved, undo that or set a new "
+                "dump_folder; otherwise "
             )
             if "dataloader.rank_" in str(cause):
                 hint = (
-                    "a stream from the hub is divided over the ranks, so it goes on with as many "
+                    "a stream from the hub is divided among the ranks, so it resumes on as many "
                     "as before; --checkpoint.exclude_from_loading dataloader starts it anew; "
                 )
             raise CheckpointError(
@@ -181,7 +182,7 @@ class NviumCheckpointManager(CheckpointManager):
         """
         self._saving = Path(checkpoint_id)
         if dist.get_rank() == 0:
-            # Until the new files are whole, the old ones must not pass for a checkpoint.
+            # Until the new files are complete, the old ones must not pass for a checkpoint.
             (self._saving / METADATA).unlink(missing_ok=True)
         try:
             return super().dcp_save(state_dict, checkpoint_id, **how)
@@ -209,7 +210,7 @@ class NviumCheckpointManager(CheckpointManager):
         kept = f"the last good checkpoint is {newest}" if newest else "no checkpoint was kept"
         return SaveError(
             f"{self._saving}: saving failed ({_cause(error)}; {free / 1e9:.3f} GB free on the "
-            f"disk); {kept}; make room, then the same command goes on from there"
+            f"disk); {kept}; make room, then run the same command again to resume from there"
         )
 
     def _close(self) -> None:
@@ -224,7 +225,7 @@ class NviumCheckpointManager(CheckpointManager):
         finished = finished_folders(self.folder)
         if not finished:
             return
-        # Newer folders without metadata are being written; older ones were cut off.
+        # Newer folders without metadata are being written; older ones never were to the end.
         kept = finished[-self.keep_latest_k :]
         for path in step_folders(self.folder):
             if path not in kept and step_of(path) < step_of(finished[-1]):

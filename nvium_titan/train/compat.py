@@ -1,8 +1,7 @@
-"""Every shim for torchtitan and the CPU device: each gated, each with its reason and its end.
+"""Every shim that torchtitan 0.3.0 needs, each with its reason and the day it can go.
 
-Training runs on torchtitan 0.3.0. On a machine without an accelerator it needs three things that
-torchtitan does not offer: a CPU "device module", FSDP reductions that gloo knows, and an attention
-that has a CPU backward (`train.model.model.PortableAttention`). Nothing here runs at import.
+On a CPU three things are missing from torchtitan: a device module, FSDP reductions that gloo knows,
+and an attention with a backward pass (`train.model.model.PortableAttention`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def require_torchtitan() -> None:
     """Check that the supported torchtitan and a new enough torch are installed.
 
     Raises:
-        DependencyError: If either is missing or of another version. Decoding needs neither.
+        DependencyError: If either is missing or of another version.
     """
     try:
         found = importlib.metadata.version("torchtitan")
@@ -89,16 +88,15 @@ class _CpuModule(types.ModuleType):
 
 
 def use_cpu_without_accelerator() -> None:
-    """Make torchtitan choose the CPU (gloo) when the machine has no accelerator.
-
-    torchtitan 0.3.0 picks its device when `torchtitan.tools.utils` is imported and falls back to
-    "cuda", so this must be called first. It can go once torchtitan falls back to the CPU.
+    """Make torchtitan train on the CPU, over gloo, if there is no accelerator; call it first.
 
     Raises:
-        DependencyError: If torchtitan has been imported already and has chosen "cuda".
+        DependencyError: If torchtitan was imported before, and has chosen "cuda".
     """
     if torch.accelerator.is_available():
         return
+    # `torchtitan.tools.utils` picks the device when it is imported, and falls back to "cuda". This
+    # can go once it falls back to the CPU.
     loaded = sys.modules.get("torchtitan.tools.utils")
     if loaded is not None:
         if loaded.device_type != "cpu":
@@ -115,17 +113,15 @@ def use_cpu_without_accelerator() -> None:
         from torchtitan.tools import utils as titan_utils
     finally:
         utils._get_available_device_type, utils._get_device_module = available, module_of
-    # It looks for an H100 with lspci, then warns, twice a run, that it takes the CPU for an A100.
-    # Without a known peak the share of it (mfu) reads 0.
+    # It runs lspci to find an H100, then warns, twice a run, that it takes the CPU for an A100.
+    # With no peak known, the share of the peak (mfu) reads 0.
     titan_utils.get_peak_flops = lambda _device_name: math.inf
 
 
 def sum_gradients_without_premul(model: nn.Module) -> None:
-    """Let FSDP reduce gradients by a plain sum.
-
-    torchtitan sets a gradient divide factor of 1, which FSDP2 turns into PREMUL_SUM; gloo has none.
-    It can go once FSDP2 treats a factor of 1 as a plain sum on every backend.
-    """
+    """Let FSDP reduce gradients by a plain sum."""
+    # torchtitan sets a gradient divide factor of 1, which FSDP2 turns into PREMUL_SUM; gloo has no
+    # such operation. This can go once FSDP2 takes a factor of 1 for a plain sum.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)

@@ -1,7 +1,6 @@
-"""Adaptive beta: as much weight on depth as keeps the mixture as good as a dense baseline.
+"""Adaptive beta: raise the price of depth as long as the mixture is as good as a dense baseline.
 
-N-vium (arXiv:2605.13190), App. G. No torch: beta is a number that every rank computes alike from
-the same validation loss.
+N-vium (arXiv:2605.13190), App. G.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class ControllerConfig:
     """How beta follows the gap to a baseline (table `[loss.controller]`)."""
 
     baseline: str = ""
-    """The metrics.jsonl of a dense run with validation; empty keeps [loss] beta constant."""
+    """The metrics.jsonl of a dense run with validation; if empty, [loss] beta stays constant."""
 
     k_up: float = 2.0
     """Rise of beta per nat that the mixture is better than the baseline; >= 0."""
@@ -57,15 +56,12 @@ class ControllerConfig:
 
 
 def next_beta(beta: float, gap: float, config: ControllerConfig) -> float:
-    """Return the weight of the expected depth after a validation.
+    """Return the beta that follows a validation: a rise ends at max_beta, a fall at min_beta.
 
     Args:
-        beta: The present one.
+        beta: The current one.
         gap: Validation loss of the baseline minus that of the mixture, nats/token.
-        config: The gains and limits.
-
-    Returns:
-        The next one: a rise ends at max_beta, a fall at min_beta.
+        config: Gains and limits.
     """
     if abs(gap) < config.dead_band or gap == 0:
         return beta
@@ -96,5 +92,5 @@ class Baseline:
         return cls({row.step: row.mixture_nll for row in rows})
 
     def at(self, step: int) -> float:
-        """Return the loss at the nearest step, of two equally near ones the first, nats/token."""
+        """Return the loss at the nearest step, the first of two equally near, in nats/token."""
         return self._losses[min(self._losses, key=lambda known: abs(known - step))]

@@ -1,8 +1,8 @@
-"""`nvium train --dry-run`: what a configuration would train on a number of ranks, without them.
+"""`nvium train --dry-run`: what a configuration would train on N ranks, found out on one.
 
-The model is built on the meta device and parallelised by the plan that training runs, in a process
-group that only pretends to have its ranks; parameters are then counted, not computed. Nothing is
-read beside the configuration: no data, no tokenizer, no checkpoint.
+The model is built on the meta device and parallelised as in training, in a process group that only
+pretends to have N ranks; then parameters are counted. It reads the configuration and nothing else:
+no data, no tokenizer, no checkpoint.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from nvium_titan.errors import ConfigError
 from nvium_titan.train.trainer import NviumTrainer
 
 TOKENS_PER_PARAM = 20
-"""Training length that the paper uses (N-vium, arXiv:2605.13190, App. A)."""
+"""The paper's length of training (N-vium, arXiv:2605.13190, App. A)."""
 
 _ADAM_MOMENTS = 2
-# Of a logit at its peak: in bfloat16 and float32; its gradient takes the same memory.
+# At its peak a logit is there in bfloat16 and in float32; its gradient reuses that memory.
 _BYTES_PER_LIVE_LOGIT = 2 + 4
 
 
@@ -39,31 +39,32 @@ class RankMemory:
     """Bytes on the fullest rank of a pipeline stage."""
 
     pipeline_rank: int
-    """Place in the pipeline, from 0; without one, 0."""
+    """Place in the pipeline, from 0; 0 without a pipeline."""
     num_params: int
-    """Parameters that this rank keeps: its shards."""
+    """Number of parameters in this rank's shards (no bytes)."""
     parameters: int
-    """Of these."""
+    """Bytes of these."""
     gradients: int
-    """Of the trained ones among them."""
+    """Bytes of the gradients of those that are trained."""
     optimizer: int
-    """Two moments of the same."""
+    """Bytes of their two moments."""
     gathered: int
-    """What FSDP holds in whole: two layers (all of them without resharding), the head and its
+    """Bytes that FSDP holds unsharded: two layers (all, without resharding), the head and its
     gradient."""
     activations: int
-    """Estimate; see `ACTIVATIONS`."""
+    """Bytes of what the backward pass needs: the estimate that `ACTIVATIONS` describes."""
 
     @property
     def total(self) -> int:
-        """All together."""
+        """Bytes of all of it."""
         return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
 
 
 ACTIVATIONS = """\
 activations: an estimate of what the backward pass of a micro-batch needs: inputs of norms and
-matmuls, q, k and v (with recomputation, what [activation_checkpoint] keeps, and one whole layer);
-exit states and their gradients; the logits of a chunk of the loss. Not the allocator's slack."""
+matmuls, q, k and v (with recomputation: what [activation_checkpoint] keeps, and one whole layer);
+exit states and their gradients; the logits of one chunk of the loss. Without the allocator's
+overhead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,34 +72,34 @@ class DryRun:
     """What a configuration would train."""
 
     layout: dict[str, int]
-    """Degree of every kind of parallelism."""
+    """Degree of each kind of parallelism."""
     world_size: int
-    """Ranks."""
+    """Number of ranks."""
     flavor: str
-    """Named size that the model started from."""
+    """Named size that the model is based on."""
     exits: tuple[int, ...]
-    """Layers run at each exit."""
+    """Layers run before each exit."""
     num_params: int
     """Parameters of the whole model."""
     num_sequences: int
-    """Sequences of a step, over all ranks."""
+    """Sequences in a step, over all ranks."""
     seq_len: int
-    """Tokens of a sequence."""
+    """Tokens in a sequence."""
     accumulation_steps: int
-    """Micro-batches that a rank adds up in a step."""
+    """Micro-batches per step on each data-parallel rank."""
     steps: int
-    """Steps asked for."""
+    """Steps of the run."""
     memory: list[RankMemory]
-    """For each place in the pipeline."""
+    """Memory at each place in the pipeline."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step, over all ranks."""
+        """Tokens in a step, over all ranks."""
         return self.num_sequences * self.seq_len
 
     @property
     def steps_for_20_tokens(self) -> int:
-        """Steps in which every parameter has seen 20 tokens."""
+        """Steps that make 20 tokens per parameter."""
         return round(TOKENS_PER_PARAM * self.num_params / self.tokens_per_step)
 
     def to_text(self) -> str:
@@ -138,10 +139,10 @@ def dry_run(config: NviumTrainer.Config, *, world_size: int | None = None) -> Dr
 
     Args:
         config: The run's configuration.
-        world_size: Ranks; None takes the product of the degrees, a shard degree of -1 being 1.
+        world_size: Ranks; None: the product of the degrees, with a shard degree of -1 as 1.
 
     Raises:
-        ConfigError: If it cannot run so; the message gives the rule.
+        ConfigError: If it cannot run like this; the message states the rule.
     """
     layout = _resolve_layout(config, world_size)
     num_sequences, accumulation_steps = _resolve_batch(config, layout)
@@ -190,7 +191,7 @@ def _resolve_layout(config: NviumTrainer.Config, world_size: int | None) -> dict
         raise ConfigError(
             f"[parallelism] {shown} makes {product} ranks, but there are {world_size}: the degrees "
             "must multiply to the number of ranks (data_parallel_shard_degree = -1 takes all that "
-            "the others leave)"
+            "are left)"
         )
     sequence_parts = (layout["tp"] if asked.enable_sequence_parallel else 1) * (
         2 * layout["cp"] if layout["cp"] > 1 else 1
@@ -198,17 +199,17 @@ def _resolve_layout(config: NviumTrainer.Config, world_size: int | None) -> dict
     if config.training.seq_len % sequence_parts:
         raise ConfigError(
             f"[training] seq_len={config.training.seq_len}: must be a multiple of "
-            f"{sequence_parts} with tensor_parallel_degree={layout['tp']} (its sequence parallel) "
-            f"and context_parallel_degree={layout['cp']} (twice it)"
+            f"{sequence_parts}: tensor_parallel_degree={layout['tp']} (for sequence parallelism) "
+            f"times twice context_parallel_degree={layout['cp']} (if above 1)"
         )
     return layout
 
 
 def _resolve_batch(config: NviumTrainer.Config, layout: dict[str, int]) -> tuple[int, int]:
-    """Return the sequences of a step and the micro-batches that a rank adds up.
+    """Return the sequences of a step, and its micro-batches on each data-parallel rank.
 
     Raises:
-        ConfigError: If the batch cannot be cut so.
+        ConfigError: If the batch cannot be split like this.
     """
     local, total = config.training.local_batch_size, config.training.global_batch_size
     replicas = layout["dp_replicate"] * layout["dp_shard"]
@@ -229,7 +230,7 @@ def _pretended_ranks(
     """Give the meshes of one rank of a group that does not exist.
 
     Raises:
-        ConfigError: If torchtitan refuses what is built within.
+        ConfigError: If torchtitan refuses what is built inside.
     """
     backend = get_spmd_backend()
     init_fake_mode(world_size, rank=rank)
@@ -243,12 +244,12 @@ def _pretended_ranks(
     finally:
         set_spmd_backend(backend)
         torch.distributed.destroy_process_group()
-        # What it cached names the meshes of this group; the next one has its own.
+        # Its cache refers to the meshes of this group; the next group has its own.
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def _build_parts(config: NviumTrainer.Config, parallel_dims: ParallelDims) -> tuple[int, list[Any]]:
-    """Return the parameters of the whole model and this rank's parts of it, as training does."""
+    """Return the number of parameters of the whole model, and this rank's parts of it."""
     spec = config.model_spec
     spec.model.update_from_config(config=config)
     with torch.device("meta"):
@@ -325,10 +326,10 @@ def _activation_bytes(
     layout: dict[str, int],
     pipeline_rank: int,
 ) -> int:
-    """Return an estimate of what the backward pass of this rank keeps at its peak."""
+    """Estimate the bytes that the backward pass of this rank keeps at its peak."""
     tp, num_exits = layout["tp"], shape.num_exits
     stream = shape.dim // tp if config.parallelism.enable_sequence_parallel else shape.dim
-    # Values per token. What a layer keeps, and what its junction adds.
+    # In values per token: what a layer needs and keeps, and what a junction adds.
     whole, kept = _values_of_layer(config.activation_checkpoint, shape, tp=tp, stream=stream)
     junction = 4 * stream + 2 * shape.adapter_dim + 2 * shape.router_dim
     layers = [int(name) for part in parts for name in part.layers]
@@ -338,7 +339,8 @@ def _activation_bytes(
     if layout["pp"] > 1:
         num_micro = num_sequences // config.parallelism.pipeline_parallel_microbatch_size
         num_sequences //= num_micro
-        # 1F1B keeps what is under way behind a stage; other schedules up to the whole batch.
+        # With 1F1B a stage keeps the micro-batches that later stages work on; with the other
+        # schedules it may keep them all.
         is_1f1b = config.parallelism.pipeline_parallel_schedule == "1F1B"
         num_alive = min(num_micro, layout["pp"] - pipeline_rank) if is_1f1b else num_micro
     num_tokens = num_sequences * config.training.seq_len // layout["cp"]
@@ -358,7 +360,7 @@ def _activation_bytes(
 def _values_of_layer(
     recomputation: Any, shape: ModelShape, *, tp: int, stream: int
 ) -> tuple[int, int]:
-    """Return the values per token that a layer's backward needs, and those that are kept for it."""
+    """Return the values per token that a layer's backward pass needs, and those kept for it."""
     attention = 2 * shape.head_dim * (shape.num_heads + shape.num_kv_heads) // tp
     ffn = shape.ffn_dim // tp
     whole = 2 * stream + 2 * shape.dim + attention + 4 * ffn

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=N -m nvium_titan.train --config-file X.toml [--section.key value ...]
     python -m nvium_titan.train --module nvium_titan --config NAME        (torchtitan's own way)
 
-Without torchrun it trains in one process. On a machine without an accelerator it trains on the CPU.
+Without torchrun it trains in one process; without an accelerator, on the CPU.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 USAGE = """usage: [torchrun ...] -m nvium_titan.train --config-file FILE.toml [--section.key value]
 
-Train an N-vium, or its dense twin, from a TOML file. A flag overrides the file's key of that name:
+Train an N-vium, or its dense twin, from a TOML file. A flag overrides the key of its name:
   --training.steps 100 --loss.beta 0.3 --model.num_layers 6 --nvium.exit_layers 2 4
-The resolved settings are saved as <dump_folder>/config.toml. See train_configs/ for examples.
+The resolved settings are saved as <dump_folder>/config.toml. Examples are in train_configs/.
 --config-file FILE.toml --help lists every key, its meaning and its value in that file.
---config-file FILE.toml --dry-run [--world-size N] checks it for N ranks, without a GPU, and shows
-layout, parameters, memory per rank and tokens per step.
+--config-file FILE.toml --dry-run [--world-size N] checks the file for N ranks, without a GPU, and
+shows layout, parameters, memory per rank and tokens per step.
 """
 
 
 def load(argv: Sequence[str]) -> NviumTrainer.Config:
-    """Return the run's configuration from command-line arguments.
+    """Return a run's configuration from command-line words.
 
     Args:
         argv: `--config-file X.toml` or torchtitan's `--module M --config NAME`, and flags.
@@ -75,7 +75,7 @@ def load(argv: Sequence[str]) -> NviumTrainer.Config:
 
 
 def _show_help(config: NviumTrainer.Config) -> NoReturn:
-    """Print every flag with its meaning and its value in a configuration; exits with code 0."""
+    """Print every flag with its meaning and its value in a configuration; exit with code 0."""
     import tyro
     from torchtitan.config.manager import ConfigManager, custom_registry
 
@@ -93,7 +93,7 @@ def _show_help(config: NviumTrainer.Config) -> NoReturn:
 
 
 def check_inputs(config: NviumTrainer.Config) -> None:
-    """Read what a run will read, before anything is built or written.
+    """Check what a run will read, before anything is built or written.
 
     Args:
         config: The run's configuration.
@@ -124,7 +124,7 @@ def _check_checkpoint(
 ) -> None:
     from nvium_titan.convert.hf import check_loadable
 
-    # Random weights must never train where a checkpoint was asked for and is not there.
+    # Random weights must never train in place of a checkpoint that is missing.
     path, step = checkpoint.initial_load_path, checkpoint.load_step
     if not checkpoint.enable:
         if path or step >= 0:
@@ -153,7 +153,7 @@ def _check_checkpoint(
 
 
 def run(config: NviumTrainer.Config) -> None:
-    """Train to the end of a configuration, resuming from its newest checkpoint if there is one.
+    """Train as configured, resuming from the newest checkpoint if there is one.
 
     Args:
         config: The run's configuration.
@@ -192,7 +192,7 @@ def run(config: NviumTrainer.Config) -> None:
 
 
 class Interrupted(Exception):  # noqa: N818  (it is no error)
-    """A signal ended the run; its step is saved where checkpoints are on."""
+    """A signal ended the run; with checkpoints on, its last step is saved."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
@@ -200,7 +200,7 @@ class Interrupted(Exception):  # noqa: N818  (it is no error)
 
 
 def _build(config: NviumTrainer.Config) -> NviumTrainer:
-    # What torchtitan asserts of a configuration is the user's to mend, not a traceback.
+    # What torchtitan asserts of a configuration is for the user to fix: no traceback.
     try:
         return config.build()
     except (AssertionError, NotImplementedError, ValueError) as error:
@@ -212,7 +212,7 @@ def _build(config: NviumTrainer.Config) -> NviumTrainer:
 
 @contextmanager
 def _stops_on_signals(trainer: NviumTrainer) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end training after the step at hand; a second one ends it at once."""
+    """Let Ctrl-C and SIGTERM end training after the current step; a second one ends it at once."""
     received: list[int] = []
 
     def handle(number: int, _frame: object) -> None:
@@ -230,16 +230,16 @@ def _stops_on_signals(trainer: NviumTrainer) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code.
+    """Run the command; return its exit code.
 
     0 done, 1 failed, 2 wrong use, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM). torchrun
-    shows these in its report and ends with a code of its own.
+    reports these and exits with a code of its own.
 
     Args:
         argv: Command-line words; default `sys.argv[1:]`.
 
     Raises:
-        OSError: Of any kind but a full disk, and whatever else is no mistake of the user's.
+        OSError: Unless the disk is full; no error is caught that is not the user's.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
@@ -266,12 +266,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC:
             raise
         sys.stderr.write(
-            f"nvium: error: the disk is full ({error}); make room, then the same command goes on "
-            "from the last checkpoint\n"
+            f"nvium: error: the disk is full ({error}); make room, then run the same command again "
+            "to resume from the last checkpoint\n"
         )
         return 1
     except Interrupted as stop:
-        sys.stderr.write(f"nvium: stopped by {stop}; the same command goes on from here\n")
+        sys.stderr.write(f"nvium: stopped by {stop}; run the same command again to resume\n")
         return stop.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("nvium: interrupted\n")
@@ -297,7 +297,7 @@ def _dry_run(words: Sequence[str]) -> str:
 
 
 def _one_process_by_default() -> None:
-    """Set what torchrun would have set, for a launch without it."""
+    """Without torchrun, set what it would have set."""
     if "RANK" in os.environ:
         return
     with socket.socket() as probe:

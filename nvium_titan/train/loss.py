@@ -1,9 +1,8 @@
 """`MixtureLoss`: the mixture's objective from exit states and router logits, chunked over tokens.
 
-The loss owns the head. It walks the tokens in chunks; within a chunk the logits of all exits are
-alive together (the gradient needs every exit's responsibility), so the logits of all exits for all
-tokens never are. Each exit state passes through the head once and nothing is recomputed; a chunk's
-logits and their gradient share their memory.
+The loss owns the head, and applies it to one chunk of tokens at a time. The logits of all exits are
+there together for a chunk (the gradient needs the responsibility of each exit), never for all
+tokens. Each exit state passes the head once, and a gradient takes the memory of its logits.
 
 Shapes: E exits, J = E - 1 junctions, B sequences, T tokens, C tokens of a chunk, R = E B C rows of
 logits, D width, V vocabulary (this rank's part of it under tensor parallelism).
@@ -37,30 +36,30 @@ from nvium_titan.train.objective import phase_weights, token_terms
 class MixtureLoss(BaseLoss):
     """L_mix + alpha L_balance in the router warm-up, L_mix + beta L_compute afterwards.
 
-    N-vium (arXiv:2605.13190), Sec. 4.1 and App. A. All terms are sums over the valid tokens divided
-    by the global number of valid tokens; the authors' code divides by each micro-batch's own count
-    and does not average over accumulation steps.
+    N-vium (arXiv:2605.13190), Sec. 4.1 and App. A. Each term is a sum over valid tokens, divided by
+    their number in the whole step; the authors' code divides by the count of each micro-batch, and
+    does not average over accumulation steps.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
-        """The objective's weights and its chunking (table `[loss]`)."""
+        """Weights of the objective, and its chunks (table `[loss]`)."""
 
         beta: float = 0.15
-        """Weight of the expected depth in the main phase (paper: beta); >= 0, no unit. With a
-        controller it is where beta starts."""
+        """Weight of the expected depth in the main phase (paper: beta); >= 0, no unit. A
+        controller starts from it."""
 
         alpha: float = 1.0
         """Weight of the balance term in the router warm-up (paper: alpha = 1); >= 0, no unit."""
 
         warmup_fraction: float = 0.05
-        """Share of the training steps that are router warm-up (paper: 5%); in [0, 1]."""
+        """Fraction of the training steps that is router warm-up (paper: 5%); in [0, 1]."""
 
         num_chunks: int = 8
-        """Chunks that the tokens are walked in: more chunks, less memory for logits; >= 1."""
+        """Number of chunks of tokens, >= 1; more chunks need less memory for logits."""
 
         controller: ControllerConfig = field(default_factory=ControllerConfig)
-        """How beta follows a dense baseline; without one it is constant."""
+        """How beta follows a dense baseline; without a baseline it is constant."""
 
         def __post_init__(self) -> None:
             """Check the ranges.
@@ -80,7 +79,7 @@ class MixtureLoss(BaseLoss):
                 raise ConfigError(f"[loss] num_chunks={self.num_chunks}: must be at least 1")
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
-        # The chunked loss stays uncompiled: it runs autograd inside the forward pass.
+        # It runs autograd inside its forward pass, so it stays uncompiled.
         del compile_config
         self.config = config
         self.lm_head: nn.Module | None = None
@@ -89,32 +88,32 @@ class MixtureLoss(BaseLoss):
         self.compute_weight = config.beta
 
     def bind(self, lm_head: nn.Module | None, shape: ModelShape, *, device: torch.device) -> None:
-        """Attach the head and make the device tensors; called once, before the first step.
+        """Attach the head and make the device tensors: once, before the first step.
 
         Args:
             lm_head: The shared head; None on a pipeline stage that has none.
             shape: The model's, for its exits.
-            device: Where loss weights and sums live.
+            device: Where weights and sums live.
         """
         self.lm_head = lm_head
         self.shape = shape
-        # Written in place between steps: no phase or beta makes a compiled or captured step anew.
-        # 0-dim float64 scales a float32 tensor without making it float64.
+        # Written in place between steps, so that a new phase or beta neither recompiles nor
+        # recaptures a step. 0-dim float64 scales a float32 tensor without making it float64.
         self._balance_weight = torch.zeros((), dtype=torch.float64, device=device)
         self._compute_weight = torch.zeros((), dtype=torch.float64, device=device)
         num_sums = sum(sum_sizes(shape.num_exits).values())
         self.sums = torch.zeros(num_sums, dtype=torch.float64, device=device)
 
     def warmup_steps(self, num_steps: int) -> int:
-        """Return how many of a run's steps are router warm-up."""
+        """Return how many steps of a run are router warm-up."""
         return round(self.config.warmup_fraction * num_steps)
 
     def start_step(self, step: int, *, num_steps: int) -> None:
-        """Set the weights of a training step's phase and clear the sums.
+        """Set the weights for a training step and clear the sums.
 
         Args:
             step: The step about to be trained, from 1.
-            num_steps: Steps of the whole run, which the router warm-up is a share of.
+            num_steps: Steps of the whole run; the router warm-up is a fraction of them.
         """
         self.balance_weight, self.compute_weight = phase_weights(
             step,
@@ -133,17 +132,17 @@ class MixtureLoss(BaseLoss):
         global_valid_tokens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the scaled loss of a micro-batch; its backward feeds the model.
+        """Return the loss of a micro-batch, its share of the step's; figures go to `self.sums`.
 
         Args:
             pred: Exit states o (E, B, T, D) and router logits z (J, B, T).
             labels: Next token of each position, (B, T); -100 does not count.
-            global_valid_tokens: Valid tokens of the whole step over all ranks; None gives the sum.
+            global_valid_tokens: Valid tokens in the step, over all ranks; None gives the sum.
             **kwargs: The trainer's other inputs; not used.
 
         Returns:
             The loss, 0-dim, at least float32, nats/token (nats without `global_valid_tokens`), and
-            an empty dict: figures are added to `self.sums`.
+            an empty dict.
         """
         del kwargs
         assert self.lm_head is not None, "bind() attaches the head before the first step"
@@ -178,10 +177,10 @@ class MixtureLoss(BaseLoss):
             ), {}
 
     def _chunk_loss(self, o_EBCD: Tensor, z_JBC: Tensor, labels_BC: Tensor) -> Tensor:
-        """Return the chunk's sum over valid tokens, nats, and add its figures to the sums."""
+        """Return a chunk's sum over valid tokens, in nats, and add its figures to the sums."""
         assert self.lm_head is not None, "checked by the caller"
         num_exits, num_sequences = o_EBCD.shape[:2]
-        # One call for all exits, in the three axes that the head's placements speak of.
+        # One call for all exits; the head's placements are for three axes.
         logits_NCV = self.lm_head(o_EBCD.flatten(0, 1))
         labels_R = labels_BC.expand(num_exits, *labels_BC.shape).flatten()
         nll_R = _LabelNll.apply(
@@ -201,7 +200,7 @@ class MixtureLoss(BaseLoss):
 
 
 def _backward(loss: Tensor, o_EBCD: Tensor, z_JBC: Tensor) -> tuple[Tensor, Tensor]:
-    """Add the head's gradient to its parameters; return those of the exit states and routers."""
+    """Add the head's gradient to its parameters; return that of exit states and router logits."""
     torch.autograd.backward(loss)
     assert o_EBCD.grad is not None, "every exit state goes through the head"
     assert z_JBC.grad is not None, "every router weighs an exit"
@@ -210,11 +209,9 @@ def _backward(loss: Tensor, o_EBCD: Tensor, z_JBC: Tensor) -> tuple[Tensor, Tens
 
 @contextmanager
 def _unsharded(lm_head: nn.Module) -> Iterator[Any]:
-    """Keep an FSDP head gathered over all chunks; yields what turns its gradient sync on again.
-
-    The head runs outside the model's own forward, once per chunk: without this FSDP would gather
-    its weight and reduce its gradient for every chunk.
-    """
+    """Keep an FSDP head gathered over all chunks; give what turns its gradient sync on again."""
+    # The head runs once per chunk, outside the model's forward pass: FSDP would gather its weight
+    # and reduce its gradient every time.
     if not isinstance(lm_head, FSDPModule):
         yield lambda: None
         return
@@ -230,7 +227,7 @@ def _unsharded(lm_head: nn.Module) -> Iterator[Any]:
 
 
 def _tensor_parallel_group() -> dist.ProcessGroup | None:
-    """Return the ranks that hold the head's rows together, None if each holds all."""
+    """Return the ranks that share the rows of the head, None if each has all."""
     if get_spmd_backend() != "spmd_types" or spmd_mesh_size("tp") == 1:
         return None
     group: dist.ProcessGroup = current_spmd_mesh().get_group("tp")
@@ -238,12 +235,13 @@ def _tensor_parallel_group() -> dist.ProcessGroup | None:
 
 
 class _LabelNll(torch.autograd.Function):
-    """-log pi(y) of every row, 0 where the label is -100; spends the logits.
+    """-log pi(y) of every row, 0 where the label is -100; overwrites the logits.
 
-    The softmax is taken in the memory of the logits, and the backward pass makes their gradient
-    there: logits are what fills the memory, and a pass over them is what the loss costs beside the
-    head. With a group each rank has an equal part of the vocabulary, the first rank the first.
+    With a group each rank has an equal part of the vocabulary, in the order of the ranks.
     """
+
+    # Softmax and gradient are made in the memory of the logits. Logits fill most of the memory, and
+    # passes over them are what the loss costs beside the head.
 
     @staticmethod
     def forward(
@@ -277,14 +275,14 @@ class _LabelNll(torch.autograd.Function):
         grad_R = grad_outputs[0].where(counts_R, 0)
         grad_RV = work_RV.mul_((grad_R / sum_R)[:, None])
         rows_R = torch.arange(len(grad_R), device=grad_R.device)
-        # pi(y) - 1 without cancellation.
+        # pi(y) - 1, without cancellation.
         of_label_R = grad_R * torch.expm1(-nll_R)
         grad_RV[rows_R, index_R] = of_label_R.where(is_here_R, grad_RV[rows_R, index_R])
         return grad_RV, None, None
 
 
 class _FeedGradients(torch.autograd.Function):
-    """Carry the gradients of the chunked head into the model's own backward pass."""
+    """Hand the gradients of the chunked head to the model's backward pass."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""Name, unit and reduction of every metric; console, TensorBoard and `metrics.jsonl`.
+"""Metrics: their names, units and sums; the console, TensorBoard and `metrics.jsonl`.
 
-The loss adds sums over valid tokens into one device tensor; here they are reduced over the
-data-parallel ranks, divided by the global number of valid tokens, named and written. Nothing is a
-mean of means, so accumulation and data parallelism change no figure.
+The loss adds up sums over valid tokens in one device tensor. Here they are added up over the
+data-parallel ranks and divided by the number of valid tokens of all of them. No figure is a mean of
+means, so neither accumulation nor data parallelism changes one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from nvium_titan.logs import takes_colours
 from nvium_titan.train.objective import TokenTerms
 
 COLLAPSE_LIMIT = 0.95
-"""An exit that takes more than this share of the probability is reported as router collapse."""
+"""Router collapse is reported when one exit has more than this share of the probability."""
 
 
 def sum_sizes(num_exits: int) -> dict[str, int]:
-    """Return how many sums make each figure of `MixtureMetrics`, in their order in one tensor.
+    """Return how many sums each figure of `MixtureMetrics` has, in the order of `token_sums`.
 
     Args:
         num_exits: Exits of the model, the final one included.
@@ -54,7 +54,7 @@ def sum_sizes(num_exits: int) -> dict[str, int]:
 def token_sums(
     terms: TokenTerms, router_logit_J: Tensor, log_label_E: Tensor, valid: Tensor
 ) -> Tensor:
-    """Return the sums over valid tokens that `MixtureMetrics` is made of.
+    """Return the sums over valid tokens behind `MixtureMetrics`.
 
     Args:
         terms: The objective's parts, shape (*).
@@ -108,7 +108,7 @@ class MixtureMetrics:
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], *, num_exits: int) -> MixtureMetrics:
-        """Divide reduced `token_sums` by their token count; without tokens every mean is 0."""
+        """Return the means of reduced `token_sums`; without tokens all are 0."""
         values = iter(sums)
         found = {name: list(islice(values, size)) for name, size in sum_sizes(num_exits).items()}
         (count,) = found.pop("num_tokens")
@@ -126,18 +126,18 @@ class MixtureMetrics:
 
 
 class NviumMetricsProcessor(MetricsProcessor):
-    """torchtitan's metrics, and the mixture's: console, TensorBoard and `metrics.jsonl`."""
+    """torchtitan's metrics and the mixture's, for console, TensorBoard and `metrics.jsonl`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """torchtitan's metrics settings, with TensorBoard on."""
+        """torchtitan's metrics settings, with TensorBoard on by default."""
 
         enable_tensorboard: bool = True
-        """Whether to write TensorBoard events into the dump folder."""
+        """Whether to write TensorBoard events to the dump folder."""
 
     def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any) -> None:
         super().__init__(config, dump_folder=dump_folder, **kwargs)
-        # torchtitan logs to stdout, and colours its lines wherever that goes.
+        # torchtitan logs to stdout, in colours wherever that leads.
         if not takes_colours(sys.stdout):
             self.color = NoColor()
         self.writer_rank = _get_metrics_rank(
@@ -151,23 +151,22 @@ class NviumMetricsProcessor(MetricsProcessor):
         self.validation_nll = math.nan
 
     def drop_after(self, step: int, *, validates_again: bool) -> None:
-        """Drop what an interrupted run logged after the checkpoint it resumes from.
+        """Drop the rows that an interrupted run wrote after the checkpoint it resumes from.
 
         Args:
-            step: The restored step; 0 starts the file anew.
-            validates_again: Whether the validation of that step is to be dropped too.
+            step: The restored step; 0 drops all rows.
+            validates_again: Whether to drop the validation of that step too.
         """
         if not self._writes or not self.path.exists():
             return
         kept = []
         for line in self.path.read_text().splitlines():
-            if not line.endswith("}"):  # the writer was cut off
+            if not line.endswith("}"):  # the process was killed while it wrote
                 continue
             row = json.loads(line)
             is_again = validates_again and row["step"] == step and row["split"] == "val"
             if row["step"] <= step and not is_again:
                 kept.append(line)
-        # The process may be killed at any time: the file is the old one or the new one.
         with replacing(self.path) as file:
             file.writelines(f"{line}\n".encode() for line in kept)
 
@@ -183,7 +182,7 @@ class NviumMetricsProcessor(MetricsProcessor):
         extra = dict(extra_metrics or {})
         found = self._reduced()
         rate = self._tokens_per_second()
-        if not math.isfinite(global_max_loss):  # a rank without valid labels divides 0 by 0
+        if not math.isfinite(global_max_loss):  # a rank without valid labels divided 0 by 0
             global_max_loss = global_avg_loss
         lr = next((v for k, v in extra.items() if k.startswith("lr/")), None)
         tokens = int(extra["n_tokens_seen"])
@@ -244,7 +243,7 @@ class NviumMetricsProcessor(MetricsProcessor):
         return scalars if limit is None else scalars | {"nvium/limit_speedup": limit}
 
     def _report(self, found: MixtureMetrics, *, step: int, split: str, **row: Any) -> None:
-        if self.loss_fn.lm_head is None:  # a pipeline stage without the loss has no figures
+        if self.loss_fn.lm_head is None:  # a pipeline stage without a loss has no figures
             return
         limit = self._limit(found)
         shares = " ".join(f"{share:.3f}" for share in found.exit_shares)
@@ -281,8 +280,8 @@ class NviumMetricsProcessor(MetricsProcessor):
         collapsed = len(found.exit_shares) > 1 and share > COLLAPSE_LIMIT
         if collapsed and not self._warned_collapse:
             logger.warning(
-                "step %d: router collapse, exit %d takes %.1f%% of the probability (over %.0f%%); "
-                "lower [loss] beta, or lengthen warmup_fraction",
+                "step %d: router collapse, exit %d has %.1f%% of the probability (over %.0f%%); "
+                "lower [loss] beta or raise warmup_fraction",
                 step, found.exit_shares.index(share) + 1, 100 * share, 100 * COLLAPSE_LIMIT,
             )  # fmt: skip
         self._warned_collapse = collapsed

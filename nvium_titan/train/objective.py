@@ -1,4 +1,4 @@
-"""The training objective per token, and the two phases that weigh it: pure functions.
+"""The training objective per token, and its weights in the two phases: pure functions.
 
     warm-up:  L_mix + alpha L_balance          main:  L_mix + beta L_compute
 
@@ -23,7 +23,7 @@ from nvium_titan.core.shape import ModelShape
 
 
 class TokenTerms(NamedTuple):
-    """The parts of the objective for every token, before any mean. All shapes (*) but the last."""
+    """The parts of the objective for every token; shape (*) unless stated."""
 
     mixture_nll: Tensor
     """-log pi_mix(y), nats."""
@@ -41,7 +41,7 @@ class TokenTerms(NamedTuple):
 def token_terms(router_logit_J: Tensor, log_label_E: Tensor, shape: ModelShape) -> TokenTerms:
     """Return the parts of the objective for every token.
 
-    N-vium (arXiv:2605.13190), Sec. 4.1 (L_mix, L_compute) and App. A (L_balance, whose w_k is the
+    N-vium (arXiv:2605.13190), Sec. 4.1 (L_mix, L_compute) and App. A (L_balance; its w_k is the
     conditional probability). The authors' code clamps p and w; this does not.
 
     Args:
@@ -66,7 +66,7 @@ def token_terms(router_logit_J: Tensor, log_label_E: Tensor, shape: ModelShape) 
 def phase_weights(
     step: int, *, warmup_steps: int, alpha: float, beta: float
 ) -> tuple[float, float]:
-    """Return the weights (of L_balance, of L_compute) at a step.
+    """Return the weights of L_balance and L_compute at a step.
 
     N-vium (arXiv:2605.13190), App. A: alpha in the router warm-up, beta afterwards, never both.
 

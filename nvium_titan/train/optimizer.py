@@ -1,10 +1,9 @@
-"""AdamW and the learning-rate schedule, as the few numbers a person sets.
+"""AdamW and the learning-rate schedule, in the few numbers that a person sets.
 
-torchtitan describes an optimizer by parameter groups and a warm-up by its steps. These two shells
-derive both from what the paper states, so that a TOML file says ``lr = 4e-4`` and keeps its meaning
-when ``training.steps`` changes. Their defaults are the paper's (N-vium, arXiv:2605.13190v1,
-Appendix A): AdamW (0.9, 0.95, 1e-8), weight decay 0.1 but none on biases, RMS norms and embeddings,
-linear warm-up over 1% of the steps, cosine decay to 10%.
+torchtitan asks for parameter groups and for warm-up steps. Here a TOML file says `lr = 4e-4`, and
+keeps its meaning when `training.steps` changes. The defaults are the paper's (N-vium,
+arXiv:2605.13190v1, App. A): AdamW (0.9, 0.95, 1e-8); weight decay 0.1, but none on biases, RMS
+norms and embeddings; linear warm-up over 1% of the steps; cosine decay to 10%.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ from torchtitan.components.optimizer import (
     OptimizersContainer,
     ParamGroupConfig,
 )
+from typing_extensions import override
 
 from nvium_titan.errors import ConfigError
 
 __all__ = ["AdamW", "LRSchedule", "OptimizerConfig"]
 
+# torchtitan refuses an empty group; every pipeline stage has a norm, so this one never is.
 NO_DECAY_PATTERN = r"(bias|norm\.weight|tok_embeddings\.weight)$"
-"""Parameters without weight decay, by name. Every pipeline stage has a norm: the group is never
-empty, which torchtitan would refuse."""
+"""Names of the parameters without weight decay."""
 
 
 class AdamW(OptimizersContainer):
@@ -35,14 +35,14 @@ class AdamW(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """AdamW's numbers; ``kind = "param_groups"`` gives torchtitan's list of groups instead."""
+        """AdamW's numbers; `kind = "param_groups"` takes torchtitan's list of groups instead."""
 
         lr: float = 4e-4
-        """Peak learning rate, > 0. The paper's falls with width: 1e-3 (128 to 512), 4e-4 (768),
-        3e-4 (1024 and wider), 2e-4 (the 1.5B)."""
+        """Peak learning rate, > 0. The paper's falls with the width: 1e-3 (128 to 512), 4e-4
+        (768), 3e-4 (1024 and wider), 2e-4 (the 1.5B)."""
 
         betas: tuple[float, float] = (0.9, 0.95)
-        """Decay of the running mean of gradients and of their squares, each in [0, 1)."""
+        """Decay of the running means of the gradients and of their squares, each in [0, 1)."""
 
         eps: float = 1e-8
         """Added to the denominator, > 0."""
@@ -86,28 +86,27 @@ OptimizerConfig = Annotated[
     | Annotated[OptimizersContainer.Config, tyro.conf.subcommand("param-groups")],
     tyro.conf.AvoidSubcommands,
 ]
-"""The type of the trainer's ``optimizer`` field; the names are its ``kind`` in TOML. torchtitan's
-own command line takes ``--optimizer.lr`` without naming the kind first."""
+"""Type of the trainer's `optimizer` field; the names are its `kind` in TOML. torchtitan's own
+command line takes `--optimizer.lr` without naming the kind first."""
 
 
 class LRSchedule(LRSchedulersContainer):
-    """Linear warm-up, a stable phase if ``decay_ratio`` leaves one, then decay."""
+    """Linear warm-up, a constant phase if `decay_ratio` leaves one, then decay."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LRSchedulersContainer.Config):
         """torchtitan's curve, with a warm-up that may scale with the run.
 
-        ``total_steps`` (None: ``training.steps``) is the length of the curve. ``decay_ratio`` is
-        the fraction of it that decays, at its end; None: all that follows the warm-up, 0: the rate
-        stays at its peak.
+        The curve is `total_steps` long; None: `training.steps`. Its last `decay_ratio` decays;
+        None: all that follows the warm-up, 0: nothing, the rate stays at its peak.
         """
 
         warmup_steps: int | None = None
-        """Steps of linear warm-up, >= 0; None: ``warmup_ratio`` of the curve's steps."""
+        """Steps of linear warm-up, >= 0; None: `warmup_ratio` of the curve."""
 
         warmup_ratio: float = 0.01
-        """Fraction of the curve's steps that warms up, in [0, 1], at least one step unless 0; used
-        while ``warmup_steps`` is None."""
+        """Fraction of the curve that warms up, in [0, 1]; at least one step unless 0. Counts while
+        `warmup_steps` is None."""
 
         decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
         """Shape of the decay."""
@@ -129,19 +128,19 @@ class LRSchedule(LRSchedulersContainer):
             """Return torchtitan's config for a run of this length.
 
             Args:
-                training_steps: Steps that the run takes, >= 1.
+                training_steps: Steps of the run, >= 1.
 
             Raises:
-                ConfigError: If the phases do not fit into the run, where torchtitan would shorten
-                    them with a warning or leave the range of the curve.
+                ConfigError: If the phases do not fit into the run.
             """
+            # torchtitan would warn and shorten them, or run past the end of the curve.
             total = training_steps if self.total_steps is None else self.total_steps
             if training_steps < 1:
                 raise ConfigError(f"[training] steps={training_steps}: must be >= 1")
             if training_steps > total:
                 raise ConfigError(
                     f"[training] steps={training_steps} is more than [lr_scheduler] "
-                    f"total_steps={total}; the learning rate has no value beyond its curve"
+                    f"total_steps={total}, where the learning rate's curve ends; raise total_steps"
                 )
             warmup = self.warmup_steps
             if warmup is None:
@@ -166,9 +165,9 @@ class LRSchedule(LRSchedulersContainer):
                 min_lr_factor=self.min_lr_factor,
             )
 
+        @override
         def build(
             self, *, optimizers: OptimizersContainer, training_steps: int
         ) -> LRSchedulersContainer:
-            """Return the schedule of a run of ``training_steps`` steps; see ``resolve``."""
             curve = self.resolve(training_steps)
             return curve.build(optimizers=optimizers, training_steps=training_steps)

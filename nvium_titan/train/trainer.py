@@ -1,7 +1,7 @@
-"""`NviumTrainer`: only what differs from torchtitan's trainer.
+"""`NviumTrainer`: what differs from torchtitan's trainer.
 
-The training step is torchtitan's `Trainer.train_step`: batches, forward, `MixtureLoss`, backward,
-clipping, optimizer. Before it the loss gets the phase's weights; after it the figures are checked.
+The training step is torchtitan's: batches, forward, `MixtureLoss`, backward, clipping, optimizer.
+Before it the loss is given its weights; after it the figures are checked.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ from nvium_titan.train.validator import NviumValidator
 
 
 class _RunState(Stateful):
-    """What a checkpoint says of the run that wrote it, beyond torchtitan's own state.
+    """What a checkpoint says about the run that wrote it, beyond torchtitan's own state."""
 
-    The phase of the loss is no state: it follows from the step. Training itself draws no random
-    numbers; the generator is kept for what a user adds.
-    """
+    # The phase of the loss is not here: it follows from the step.
 
     def __init__(
         self, *, num_steps: int, settings: str, batch_size: int, loss_fn: MixtureLoss
@@ -63,6 +61,7 @@ class _RunState(Stateful):
             "settings": self.settings,
             "batch_size": self.batch_size,
             "beta": self.loss_fn.beta,
+            # Training draws no random numbers; what a user adds may.
             "random_state": torch.get_rng_state(),
         }
 
@@ -87,7 +86,7 @@ class NviumTrainer(Trainer):
         loss: MixtureLoss.Config = field(default_factory=MixtureLoss.Config)
         optimizer: OptimizerConfig = field(default_factory=AdamW.Config)
         lr_scheduler: LRSchedule.Config = field(default_factory=LRSchedule.Config)
-        # A run repeats unless told otherwise, and leaves no logs that nobody asked for.
+        # By default a run is repeatable, and writes no logs that nobody asked for.
         debug: DebugConfig = field(
             default_factory=lambda: DebugConfig(seed=42, enable_structured_logging=False)
         )
@@ -110,12 +109,12 @@ class NviumTrainer(Trainer):
             shape = resolve_shape(self.model, self.nvium)
             if self.training.seq_len > shape.max_seq_len:
                 raise ConfigError(
-                    f"[training] seq_len={self.training.seq_len}: the model is declared for "
-                    f"max_seq_len={shape.max_seq_len}; raise [model] max_seq_len or lower it"
+                    f"[training] seq_len={self.training.seq_len}: must be at most "
+                    f"max_seq_len={shape.max_seq_len}; lower it or raise [model] max_seq_len"
                 )
             if self.nvium.trainable == "junctions" and not shape.exit_layers:
                 raise ConfigError(
-                    '[nvium] trainable="junctions": the model has no early exit; give exit_layers'
+                    '[nvium] trainable="junctions": the model has no early exit; set exit_layers'
                 )
             check_layout(
                 shape,
@@ -130,14 +129,14 @@ class NviumTrainer(Trainer):
                 )
             if isinstance(self.lr_scheduler, LRSchedule.Config):
                 self.lr_scheduler.resolve(self.training.steps)
-            # The slot is torchtitan's, whose classes are untyped.
+            # A field of torchtitan's, whose classes are untyped.
             self.model_spec = model_spec(  # type: ignore[misc]
                 shape, flavor=self.model.flavor, trainable=self.nvium.trainable
             )
             Trainer.Config.__post_init__(self)
 
         def resolved(self) -> NviumTrainer.Config:
-            """Return the same settings with every number of the model written out."""
+            """Return the same settings, with every number of the model filled in."""
             shape = self.model_spec.model.shape
             numbers = {f.name: getattr(shape, f.name) for f in fields(ModelTable)[1:]}
             return replace(
@@ -189,7 +188,7 @@ class NviumTrainer(Trainer):
         self.stopped_by: int | None = None
 
     def should_continue_training(self) -> bool:
-        """Say whether steps are left; the first call comes right after loading a checkpoint."""
+        """Return whether to train another step; the first call follows the checkpoint's loading."""
         if not self._started:
             self._started = True
             self._start()
@@ -205,19 +204,17 @@ class NviumTrainer(Trainer):
         return False
 
     def request_stop(self, signal_number: int) -> None:
-        """Ask all ranks to save and stop after a step or two; safe in a signal handler.
+        """Ask all ranks to save and stop within two steps; safe in a signal handler.
 
         Args:
-            signal_number: What was caught; `stopped_by` holds it on every rank once all stopped.
+            signal_number: The signal; `stopped_by` holds it on every rank once all have stopped.
         """
         self._asked_to_stop = signal_number
 
     def _agreed_stop(self) -> int | None:
-        """Return the signal to stop for, once the step is reached that all ranks agree on.
-
-        No device is waited for. The host may launch one step before the last one's collectives are
-        done, so a rank is at most two steps ahead of the entry that another one writes.
-        """
+        """Return the signal to stop for, at the step that all ranks agree on; never waits."""
+        # A host may launch a step before the collectives of the last one are done, so a rank is at
+        # most two steps ahead of what another one writes here.
         store = torch.distributed.distributed_c10d._get_default_store()
         if self._asked_to_stop is not None:
             last = self.step + (2 if torch.distributed.get_world_size() > 1 else 0)
@@ -228,37 +225,38 @@ class NviumTrainer(Trainer):
         return signal_number if self.step >= last else None
 
     def _save_now(self) -> None:
-        """Save all that a run needs to go on, unless the interval has saved this step already."""
+        """Save all that a run needs to resume, unless the interval has saved this step already."""
         manager = self.checkpointer
         if not manager.enable or not self.step or manager._should_save(self.step):
             return
         self._check_finite(parameters=True)
-        # The last step of a whole run may be saved as weights alone; this is not it.
+        # Only the last step of a whole run may be saved as weights alone.
         manager.last_save_model_only = manager.last_save_in_hf = False
         manager.save(self.step, last_step=True)
 
     def _batch_size(self) -> int:
-        """Return the sequences of a step, over all ranks."""
+        """Return the sequences in a step, over all ranks."""
         training, dims = self.config.training, self.parallel_dims
         if training.global_batch_size > 0:
             return int(training.global_batch_size)
         return int(training.local_batch_size * dims.dp_replicate * dims.dp_shard)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the tokens seen by all ranks, whose number may change."""
+        """Return the step, and the tokens that all ranks have seen."""
+        # Not this rank's own: the number of ranks may change.
         mesh = self.parallel_dims.get_optional_mesh("loss")
         num_ranks = 1 if mesh is None else mesh.size()
         return {"step": self.step, "ntokens_seen": self.ntokens_seen * num_ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned on any number of ranks."""
+        """Restore what `state_dict` returned on any number of ranks."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         num_ranks = 1 if mesh is None else mesh.size()
         self.step = state_dict["step"]
         self.ntokens_seen = state_dict["ntokens_seen"] // num_ranks
 
     def _adapt_beta(self) -> None:
-        """Move beta after a validation of the main phase; all ranks take the same."""
+        """Move beta after a validation in the main phase, on all ranks alike."""
         metrics = self.metrics_processor
         if self._baseline is None or metrics.validated_step != self.step:
             return
@@ -274,7 +272,7 @@ class NviumTrainer(Trainer):
         metrics.validated_step = 0
 
     def _start(self) -> None:
-        # A step is saved before its validation, on which the controller acts.
+        # A step is saved before its validation, which the controller needs.
         validates_again = (
             self._baseline is not None
             and self.step > 0
@@ -287,8 +285,8 @@ class NviumTrainer(Trainer):
         before, now = self._run_state.previous_batch_size, self._run_state.batch_size
         if self.step and before != now:
             logger.warning(
-                "a step now takes %d sequences, before it took %d: the text goes on where it was, "
-                "but the curve will not be that of the old run; to keep it set [training] "
+                "a step now has %d sequences and had %d before: the text continues where it was, "
+                "but the curve will not be that of the old run; to keep it, set [training] "
                 "global_batch_size=%d",
                 now, before, before,
             )  # fmt: skip
@@ -303,23 +301,23 @@ class NviumTrainer(Trainer):
             logger.warning(
                 "[training] steps changed from %d to %d: learning rate and router warm-up follow "
                 "the schedule of %d steps from step %d on (learning rate now %s); to keep the old "
-                "curve set lr_scheduler.total_steps=%d",
+                "curve, set lr_scheduler.total_steps=%d",
                 old, new, new, self.step + 1, rates, old,
             )  # fmt: skip
 
     def batch_generator(self, data_iterable: TextDataLoader) -> Iterator[Batch]:
-        """Yield batches, on every rank or on none."""
+        """Yield batches: each on all ranks, or on none."""
         return super().batch_generator(in_step(data_iterable, self._hosts))
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Run one training step in its phase of the objective.
+        """Run one training step.
 
         Raises:
-            DivergenceError: If the loss or, before a save, a parameter is not finite. It is read
-                only where the host waits anyway: at logged and at saved steps.
+            DivergenceError: If the loss or, before a save, a parameter is not finite; checked at
+                logged and at saved steps.
             DataError: If the text ends before the run does, or cannot be read.
-            StreamError: If a stream of text goes on failing.
-            RuntimeError: Whatever else torchtitan's step meets.
+            StreamError: If a stream of text keeps failing.
+            RuntimeError: If torchtitan's step fails otherwise.
         """
         self.loss_fn.start_step(self.step, num_steps=self._schedule_steps())
         position = self.dataloader.state_dict()
@@ -346,6 +344,7 @@ class NviumTrainer(Trainer):
         self._record_finite()
         is_last = self.step == self.config.training.steps
         saves = self.checkpointer.enable and self.checkpointer._should_save(self.step, is_last)
+        # The host waits for the device here anyway.
         if saves or self.metrics_processor.should_log(self.step):
             self._check_finite(parameters=saves)
 
@@ -380,5 +379,5 @@ class NviumTrainer(Trainer):
                 kept = f"the last good checkpoint is {newest}"
         raise DivergenceError(
             f"the loss or a weight is not finite at step {step}; training stopped, {kept}; "
-            "lower the learning rate ([optimizer]) or raise [lr_scheduler] warmup_steps"
+            "lower the learning rate ([optimizer] lr) or raise [lr_scheduler] warmup_steps"
         )

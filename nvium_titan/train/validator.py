@@ -1,4 +1,4 @@
-"""Validation on held-out text: torchtitan's loop, with the mixture's figures summed over it."""
+"""Validation on held-out text: torchtitan's loop, with the mixture's figures summed over it all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nvium_titan.train.data.loader import Batch, TextDataLoader
 
 @dataclass(frozen=True, kw_only=True)
 class _InStep:
-    """Builds the batches of one pass: at most once through the text, equally many on each rank."""
+    """Builds the batches of one pass: the text at most once, as many batches on every rank."""
 
     config: TextDataLoader.Config
     hosts: dist.ProcessGroup | None
@@ -39,16 +39,16 @@ class NviumValidator(Validator):
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
-        # One pass at most, so a set smaller than `steps` is not counted twice.
+        # A second pass would count a small set twice.
         self._data = replace(config.dataloader, infinite=False)
         self.bind(None)
 
     def bind(self, hosts: dist.ProcessGroup | None) -> None:
-        """Set the group over which the ranks agree on each batch (`host_group`)."""
+        """Set the group in which the ranks agree on each batch (`host_group`)."""
         self.dl_config = _InStep(config=self._data, hosts=hosts)
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Run the validation set once and log it as split `val`."""
+        """Run the validation set once; log it as split `val`."""
         loss_fn: Any = self.loss_fn
         loss_fn.sums.zero_()
         super().validate(model_parts, step)

@@ -223,7 +223,7 @@ def test_killed_twice_and_terminated_once_a_run_gives_the_same_curve(
     assert run.terminate() == 1  # torchrun's own code; each rank's is 143
     last = finished_folders(run.folder / "checkpoint")[-1]
     assert step_of(last) == run.logged(), "the step at hand is saved"
-    assert len(re.findall("stopped by SIGTERM; the same command goes on from here", run.log)) == 2
+    assert len(re.findall("stopped by SIGTERM; run the same command again to resume", run.log)) == 2
     finish(run, whole)
 
 

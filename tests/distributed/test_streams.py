@@ -63,7 +63,7 @@ def test_dat_09_a_stream_that_fails_is_tried_again_then_all_ranks_stop_and_resum
     forever = run(toml, "forever", monkeypatch)
     assert forever.returncode != 0
     assert (forever.stdout + forever.stderr).count(lost) == 2
-    cause = r"the stream fails, and did so again 2 times: ConnectionError: the line is dead"
+    cause = r"the stream failed, and again in 2 retries: ConnectionError: the line is dead"
     errors = re.findall(rf"^nvium: error: (.*){cause}", forever.stderr, re.MULTILINE)
     assert sorted(errors) == ["dataset 'stand_in': ", "rank 1: dataset 'stand_in': "]
     assert [row.step for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6, 7]

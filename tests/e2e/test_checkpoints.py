@@ -64,7 +64,7 @@ def test_ckp_03_an_unfinished_checkpoint_is_passed_over_and_a_damaged_one_refuse
     step, flags = stopped_at_4("cut off")
     (step / ".metadata").unlink()
     assert train_here(toml, *flags) == 0
-    assert f"{step}: no .metadata in it, its saving was cut off; passed over, going on" in (
+    assert f"{step}: no .metadata in it, so it was not saved to the end; skipped, resuming" in (
         text := said(capfd)
     )
     assert "step-2" in text
@@ -76,7 +76,7 @@ def test_ckp_03_an_unfinished_checkpoint_is_passed_over_and_a_damaged_one_refuse
     assert train_here(toml, *flags) == 2
     text = said(capfd)
     assert f"{step}: {shard.name} is cut off: 10 bytes of at least" in text
-    assert "to go on from the last good one add --checkpoint.load_step 2" in text
+    assert "to resume from the last good one, add --checkpoint.load_step 2" in text
     assert "Traceback" not in text
     assert curve(tmp_path / "truncated") == whole, "nothing may change"
     assert train_here(toml, *flags, "--checkpoint.load_step", "2") == 0
@@ -88,7 +88,7 @@ def test_ckp_03_an_unfinished_checkpoint_is_passed_over_and_a_damaged_one_refuse
     assert f"{step}: .metadata cannot be read" in said(capfd)
     shutil.rmtree(step.parent / "step-2")
     assert train_here(toml, *flags) == 2
-    assert f"there is no good checkpoint; to start anew remove {step}" in said(capfd)
+    assert f"there is no good checkpoint; to start anew, remove {step}" in said(capfd)
 
 
 def test_a_foreign_or_weights_only_checkpoint_is_refused(
@@ -127,7 +127,7 @@ def test_ckp_01_a_stream_divided_over_other_ranks_is_refused_unless_left_out(
     flags = ["--training.steps", "4"]
     assert train_here(toml, *flags) == 2
     text = said(capfd)
-    assert "a stream from the hub is divided over the ranks" in text
+    assert "a stream from the hub is divided among the ranks" in text
     assert train_here(toml, *flags, "--checkpoint.exclude_from_loading", "dataloader") == 0
     assert [row.step for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4]
 

@@ -131,7 +131,7 @@ def test_lrs_03_more_steps_are_announced_and_a_finished_run_has_nothing_to_do(
     assert train_here(toml, "--training.steps", "10") == 0
     said = _said(capfd)
     assert "[training] steps changed from 5 to 10" in said
-    assert "to keep the old curve set lr_scheduler.total_steps=5" in said
+    assert "to keep the old curve, set lr_scheduler.total_steps=5" in said
     rows = rows_of(tmp_path / "run")
     assert [row.step for row in rows] == list(range(1, 11))
     assert all(row.lr is not None and 0 <= row.lr <= 3e-3 for row in rows)
@@ -360,7 +360,7 @@ def test_bfloat16_compute_trains_what_float32_trains(tmp_path: Path) -> None:
     [
         (["--parallelism.expert_parallel_degree", "2"], "the model has no experts"),
         (["--parallelism.context_parallel_degree", "2"], "no attention over a split sequence"),
-        (["--training.enable_cpu_offload"], "there is no accelerator to move anything from"),
+        (["--training.enable_cpu_offload"], "there is no accelerator to offload from"),
         (["--parallelism.spmd_backend", "full_dtensor"], "the mixture loss needs plain tensors"),
     ],
 )

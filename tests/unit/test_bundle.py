@@ -234,7 +234,7 @@ def test_failed_write_leaves_nothing_and_keeps_the_old(tmp_path: Path) -> None:
 
 @pytest.mark.cases
 def test_tok_02_bundle_with_a_larger_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"258 ids but the model's vocab_size=256"):
+    with pytest.raises(TokenizerError, match=r"258 ids, but the model has vocab_size=256"):
         write(tmp_path / "bundle", make_config(shape=replace(SHAPE, vocab_size=256)))
     assert list(tmp_path.iterdir()) == []
 

@@ -105,7 +105,7 @@ PP = {"pipeline_parallel_degree": 2}
         ({"disable_cuda_graphs": False}, "set [training] disable_cuda_graphs = true"),
         ({"shape": replace(SHAPE, tie_embeddings=True)}, "tie_embeddings = false"),
         ({"trainable": "junctions"}, 'trainable="junctions"'),
-        ({"pipeline_parallel_microbatch_size": 3}, "local_batch_size=4 is cut into microbatches"),
+        ({"pipeline_parallel_microbatch_size": 3}, "must divide [training] local_batch_size=4"),
         ({"pipeline_parallel_schedule": "Interleaved1F1b"}, "did you mean 'Interleaved1F1B'?"),
         ({"pipeline_parallel_schedule": "ZBVZeroBubble"}, "not supported"),
         (

@@ -160,7 +160,7 @@ def test_without_a_tokenizer_the_message_says_how_to_give_one(
     (checkpoint / "tokenizer.json").unlink()
     with pytest.raises(TokenizerError, match=r"neither tokenizer\.json.*name it \(--tokenizer\)"):
         import_reference(checkpoint, tmp_path / "bundle")
-    with pytest.raises(TokenizerError, match=r"has 258 ids but the model's vocab_size=256"):
+    with pytest.raises(TokenizerError, match=r"has 258 ids, but the model has vocab_size=256"):
         import_reference(checkpoint, tmp_path / "bundle", tokenizer="byte")
 
 

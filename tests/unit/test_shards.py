@@ -179,7 +179,7 @@ def test_a_stream_is_prepared_whole_and_resumed(
     for split in ("train", "all"):
         found = rows(make_loader(path=str(out), split=split, infinite=False))
         assert read_back(found) == collections.Counter(range(50))
-    with pytest.raises(ConfigError, match="dataset='stand_in' names its own"):
+    with pytest.raises(ConfigError, match="dataset='stand_in' is one split already"):
         make_loader(path=str(out), split="validation")
 
 
@@ -264,13 +264,13 @@ def test_a_finished_folder_is_kept(
     caplog.set_level("INFO")
     assert prepared(shards, path=str(text)).num_tokens > 1000
     assert "is prepared already" in caplog.text
-    with pytest.raises(
-        DataError, match=r"another text or other settings already \(different: text"
-    ):
+    with pytest.raises(DataError, match=r"another text or with other settings \(different: text"):
         prepared(shards, corpus="python_docs")
-    with pytest.raises(DataError, match="exists and is no prepared folder; choose another --out"):
+    with pytest.raises(
+        DataError, match="exists but is not a prepared folder; choose another --out"
+    ):
         prepared(text, path=str(text))
-    with pytest.raises(DataError, match="is prepared already; name the text itself"):
+    with pytest.raises(DataError, match="is already prepared; give the text itself"):
         prepared(shards, path=str(shards))
 
 
@@ -303,7 +303,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "too long": (
         lambda f: (f / "shard-00002.bin").open("ab").write(b"x"),
-        r"shard-00002\.bin: too long, so it is another file",
+        r"shard-00002\.bin: too long, so not the same file",
     ),
     "missing": (
         lambda f: (f / "shard-00003.bin").unlink(),
@@ -315,7 +315,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "changed index": (
         lambda f: damage(f / "shard-00001.bin", at=(f / "shard-00001.bin").stat().st_size - 1),
-        r"shard-00001\.bin: its index is not the one of manifest\.json, so it was changed or",
+        r"shard-00001\.bin: its index does not match manifest\.json: the file was changed or",
     ),
     "foreign": (swap, r"shard-00001\.bin: (truncated|too long|its index)"),
     "manifest cut": (
@@ -328,7 +328,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other format": (
         lambda f: (f / "manifest.json").write_text('{"format": "nvium-shards-9"}'),
-        r"manifest\.json: format 'nvium-shards-9', this version reads 'nvium-shards-1'",
+        r"manifest\.json: format 'nvium-shards-9', but this version reads 'nvium-shards-1'",
     ),
 }
 
@@ -370,13 +370,15 @@ def test_another_tokenizer_is_refused(shards: Path) -> None:
     with pytest.raises(
         TokenizerError,
         match=r"prepared with another tokenizer \(byte, 258 ids, sha256 \w+\) than this run's "
-        r"\(byte, 258 ids, sha256 \w+\): set hf_assets_path",
+        r"\(byte, 258 ids, sha256 \w+\); set hf_assets_path",
     ):
         config.check(Other())
 
 
 def test_a_prepared_folder_stands_alone(shards: Path, text: Path) -> None:
-    with pytest.raises(DataError, match="a prepared folder stands alone; prepare the 2 paths"):
+    with pytest.raises(
+        DataError, match="a prepared folder must be the only path; prepare the 2 paths"
+    ):
         make_loader(path=[str(text), str(shards)])
     # A text of that name is a text.
     (text / "manifest.json").write_text('{"text": "of a ship"}')

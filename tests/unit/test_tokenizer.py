@@ -193,7 +193,7 @@ def test_tok_02_vocabulary_of_the_model(vocab_size: int, fits: bool) -> None:
     if fits:
         check_vocabulary(ByteTokenizer(), vocab_size)
     else:
-        with pytest.raises(TokenizerError, match=r"258 ids .*vocab_size=256: set .* at least 258"):
+        with pytest.raises(TokenizerError, match=r"258 ids, .*vocab_size=256; set .* at least 258"):
             check_vocabulary(ByteTokenizer(), vocab_size)
 
 

@@ -205,7 +205,7 @@ def test_checks_between_fields_see_the_flags(load):
             "training = 3",
             [],
             "tiny.toml: training = 3: training is a table, not a key; set its keys, such as "
-            "--training.steps or steps under [training]",
+            "--training.steps, or steps under [training]",
         ),
         (
             "[ac]\nkind = 'ful'",

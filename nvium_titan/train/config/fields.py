@@ -1,7 +1,4 @@
-"""The keys of config classes: names, kinds and types, and values converted to them.
-
-The module owns the word ``"none"``, which stands for None in TOML and on the command line.
-"""
+"""The keys of config classes, with their kinds and types, and the conversion of values to them."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ import tomli
 import tyro
 
 NONE = "none"
-"""The word that unsets an optional key, and the kind of a table that is switched off."""
+"""None in TOML and on the command line: it unsets an optional key and, as a kind, a table."""
 
 BuildItem = Callable[[dict[str, Any], type, int], Any]
-"""Builds the dataclass that a table in a list stands for, given its index in the list."""
+"""Builds a dataclass from a table in a list, and its index there."""
 
 
 class MismatchError(Exception):
@@ -30,7 +27,7 @@ class MismatchError(Exception):
 
 @dataclass(frozen=True)
 class FlagWords:
-    """The words after a flag, not converted yet: only the field's type says how."""
+    """The words after a flag; only the type of the field tells how to convert them."""
 
     words: tuple[str, ...]
 
@@ -39,7 +36,7 @@ class FlagWords:
 
 
 def settable(cls: type) -> dict[str, Any]:
-    """Return the type of each key of a config class, without ``Annotated`` and hidden fields."""
+    """Return the type of each key of a config class, without `Annotated` and hidden fields."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
         field.name: _strip(hints[field.name])
@@ -49,7 +46,7 @@ def settable(cls: type) -> dict[str, Any]:
 
 
 def kinds_of(hint: Any) -> dict[str, type | None]:
-    """Return the classes a union field may hold, by the name its annotation gives each."""
+    """Return the classes that a union field may hold, by the names in its annotation."""
     hint = _strip(hint)
     if typing.get_origin(hint) not in (typing.Union, types.UnionType):
         return {}
@@ -63,7 +60,7 @@ def kinds_of(hint: Any) -> dict[str, type | None]:
 
 
 def default_of(cls: type, key: str) -> Any:
-    """Return the default of a field; None if it has none."""
+    """Return the default of a field, None if it has none."""
     field = next(field for field in dataclasses.fields(cls) if field.name == key)
     if field.default is not dataclasses.MISSING:
         return field.default
@@ -96,7 +93,7 @@ def _type_name(value: Any) -> str:
 
 
 def describe(hint: Any) -> str:
-    """Return a type in the words of a message: ``list of int, or "none"``."""
+    """Return a type in the words of a message, such as `list of int, or "none"`."""
     members = [member for member in _members(hint) if member is not type(None)]
     optional = ', or "none"' if len(members) < len(_members(hint)) else ""
     if len(members) > 1:
@@ -115,12 +112,12 @@ def describe(hint: Any) -> str:
 
 
 def coerce(value: Any, hint: Any, build_item: BuildItem) -> Any:
-    """Return a TOML value, or the words of a flag, as the type that a field has.
+    """Return a TOML value, or the words of a flag, as the type of a field.
 
-    No value changes its kind, except an int that becomes a float and a list that becomes a tuple.
+    The only conversions of a TOML value are from int to float and from list to tuple.
 
     Args:
-        value: From a TOML file, or ``FlagWords``.
+        value: From a TOML file, or `FlagWords`.
         hint: The field's type.
         build_item: Called for each table in a list of dataclasses.
 
@@ -172,7 +169,7 @@ def _coerce_items(values: Sequence[Any], hint: Any, build_item: BuildItem) -> It
 
 
 def _from_words(words: tuple[str, ...], hint: Any) -> Any:
-    # The TOML value that a field of this type would have.
+    # The TOML value that the words stand for in a field of this type.
     members = _members(hint)
     if type(None) in members and [word.lower() for word in words] == [NONE]:
         return NONE

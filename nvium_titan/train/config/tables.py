@@ -1,4 +1,4 @@
-"""The tables `[model]`, `[nvium]` and `[float8]`: a shape, and the type of its products."""
+"""The tables `[model]`, `[nvium]` and `[float8]`: a shape, and products in float8."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Trainable = Literal["all", "junctions"]
 
 @dataclass(kw_only=True, slots=True)
 class ModelTable:
-    """Table `[model]`: a named size, and any of its numbers changed."""
+    """Table `[model]`: a named size, with any of its numbers changed."""
 
     flavor: str = "debug"
-    """Named size to start from; `nvium info --list` shows them."""
+    """Named size to start from; `nvium info --list` lists them."""
     vocab_size: int | None = None
     """Rows of embedding and head; at least the tokenizer's size."""
     dim: int | None = None
@@ -37,26 +37,26 @@ class ModelTable:
     norm_eps: float | None = None
     """Epsilon of every RMSNorm."""
     max_seq_len: int | None = None
-    """Longest sequence the model is declared for, tokens; at least training.seq_len."""
+    """Longest sequence, in tokens; at least training.seq_len."""
     tie_embeddings: bool | None = None
     """Whether the head shares the embedding's weight."""
 
 
 @dataclass(kw_only=True, slots=True)
 class NviumTable:
-    """Table `[nvium]`: where the exits are and how wide their parts."""
+    """Table `[nvium]`: where the exits are, and how wide their parts."""
 
     num_exits: int | None = None
-    """Exits N_V, the final one included; 1 is the dense transformer."""
+    """Number of exits N_V, with the final one; 1 is the dense transformer."""
     exit_layers: list[int] | None = None
-    """Layers run before each early exit; left out: the even split."""
+    """Layers run before each early exit; default: the even split."""
     router_dim: int | None = None
-    """Width of the routers' bottleneck; default 0.66 dim, rounded up to a multiple of 8."""
+    """Width of the routers' bottleneck; default: 0.66 dim, rounded up to a multiple of 8."""
     adapter_dim: int | None = None
-    """Width of the adapters; default dim; 0 with num_exits = 1: no adapter, the plain Llama."""
+    """Width of the adapters; default: dim; 0, only with num_exits = 1: the plain Llama."""
     trainable: Trainable = "all"
-    """"junctions" trains only the norm, router and adapter of every early exit; the layers and the
-    final exit stay as they were loaded, to the bit."""
+    """"junctions" trains only the norm, router and adapter of each early exit; layers and final
+    exit stay as loaded, to the bit."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,23 +64,23 @@ class Float8Table:
     """Table `[float8]`: matrix products of the layers in float8, through torchao."""
 
     enable: bool = False
-    """Whether to multiply in float8; needs the extra `float8` and an NVIDIA SM89 or later."""
+    """Whether to multiply in float8; needs the extra `float8` and NVIDIA SM89 or later."""
     emulate: bool = False
     """Compute what float8 would give, slowly, on any device; not with [compile]."""
     skip: list[str] = field(default_factory=lambda: ["lm_head", "junction", "norm.adapter"])
-    """Parts of the names of linear layers that stay as they are; default: head, routers and
+    """Linear layers with one of these in their names stay as they are; default: head, routers and
     adapters."""
 
 
 def resolve_shape(model: ModelTable, nvium: NviumTable) -> ModelShape:
-    """Return a flavor's numbers with the two tables applied.
+    """Return the shape that two tables make of a flavor.
 
     Args:
         model: Table `[model]`.
         nvium: Table `[nvium]`.
 
     Raises:
-        ConfigError: If the numbers are impossible or disagree.
+        ConfigError: If a number is impossible or two disagree.
     """
     base = flavor_shape(model.flavor)
     changed = {key: value for key, value in asdict(model).items() if value is not None}
@@ -90,7 +90,7 @@ def resolve_shape(model: ModelTable, nvium: NviumTable) -> ModelShape:
     if model.head_dim is None and (dim, num_heads) != (base.dim, base.num_heads):
         if dim % num_heads:
             raise ConfigError(
-                f"num_heads={num_heads} does not divide dim={dim}; fix [model], or give head_dim"
+                f"num_heads={num_heads} does not divide dim={dim}; fix [model] or set head_dim"
             )
         numbers["head_dim"] = dim // num_heads
     if model.num_kv_heads is None and base.num_kv_heads == base.num_heads:

@@ -1,18 +1,16 @@
-"""TOML files and command-line flags onto a tree of config dataclasses, strictly.
+"""TOML files and command-line flags to a tree of config dataclasses, strictly.
 
-A config is a dataclass whose fields are keys or nested dataclasses (tables), such as torchtitan's
-``Trainer.Config``. The file and the flags are merged first, a flag being one more assignment, and
-the config is built once, leaves first: a check between fields therefore sees the final values. Any
-mistake is a ``ConfigError`` that names the file or flag, the table, the key, the value, what was
-expected and the nearest valid name.
+A config is a dataclass whose fields are keys or dataclasses again (tables), such as torchtitan's
+`Trainer.Config`. Any mistake is a `ConfigError` that names the file or flag, the table, the key and
+the value, what was expected, and the nearest valid name.
 
 The rules, beyond TOML's own:
-    Left-out keys keep their default; a table changes only the keys it names.
-    A field that has several classes takes a ``kind``: ``[activation_checkpoint] kind = "full"``.
-    TOML has no null: leave a key out, or unset an optional key with the word ``"none"``.
-    Flags: ``--table.key value``, ``--table.key=value``, ``--table.switch``, ``--table.no_switch``,
-    lists as ``--table.key 1 2`` or ``1,2``, anything else as TOML: ``--table.key '{a = 1}'``.
-    Hyphens and underscores in a flag's name are the same.
+    Keys left out keep their default; a table changes only the keys in it.
+    A field with several classes has a `kind`: `[activation_checkpoint] kind = "full"`.
+    TOML has no null: leave a key out, or unset an optional key with the word `"none"`.
+    Flags: `--table.key value`, `--table.key=value`, `--table.switch`, `--table.no_switch`; lists
+    are `--table.key 1 2` or `1,2`; everything else is TOML: `--table.key '{a = 1}'`.
+    In the name of a flag, hyphens and underscores are the same.
 """
 
 from __future__ import annotations
@@ -47,24 +45,25 @@ ConfigT = TypeVar("ConfigT")
 
 
 def load_config(default: ConfigT, path: Path | str, flags: Sequence[str] = ()) -> ConfigT:
-    """Return ``default`` changed by a TOML file and then by command-line flags.
+    """Return a config changed by a TOML file, then by command-line flags.
 
     Args:
-        default: A config dataclass; left as it is.
+        default: A config dataclass; not changed itself.
         path: The TOML file.
-        flags: Command-line words, such as ``["--loss.beta", "0.3"]``; they win over the file.
+        flags: Command-line words, such as `["--loss.beta", "0.3"]`; they override the file.
 
     Returns:
-        A new config of the type of ``default``, whose ``__post_init__`` checks have run.
+        A new config of the same type, checked by its `__post_init__`.
 
     Raises:
-        ConfigError: If the file is missing or not TOML, a table, key or flag is unknown, a value is
-            of the wrong type, or a check of the config refuses the combination.
+        ConfigError: If the file is missing or not TOML, a table, key or flag is unknown, a value
+            has the wrong type, or a check of the config fails.
     """
     path = Path(path)
     table = _read(path)
     given = _parse_flags(flags)
     source = _Source(root=default, file=path, flags=frozenset(given))
+    # Merged first and built once, leaves first, so that checks between fields see final values.
     for key_path, value in given.items():
         _assign(table, key_path, value, source)
     config = _build(table, cls=type(default), default=default, path=(), source=source)
@@ -72,9 +71,9 @@ def load_config(default: ConfigT, path: Path | str, flags: Sequence[str] = ()) -
 
 
 def dump_config(config: Any) -> str:
-    """Return every key of a config as TOML text that ``load_config`` reads back to an equal one.
+    """Return all keys of a config as TOML text, from which `load_config` makes an equal one.
 
-    Keys that are None are left out if None is also their default, and are ``"none"`` otherwise.
+    A key that is None is left out if that is its default, and is `"none"` otherwise.
 
     Args:
         config: A config dataclass whose type can be built without arguments.
@@ -83,7 +82,7 @@ def dump_config(config: Any) -> str:
 
 
 def save_config(config: Any, path: Path | str) -> None:
-    """Write ``dump_config`` to a file, in a folder that exists."""
+    """Write what `dump_config` returns to a file; its folder must exist."""
     Path(path).write_text(dump_config(config), encoding="utf-8")
 
 
@@ -96,13 +95,13 @@ class _Source:
     flags: frozenset[tuple[str, ...]]
 
     def table(self, path: tuple[str, ...]) -> str:
-        """Return the place of a table: file and header, and flags that went into it."""
+        """Return the place of a table: its file, its header and the flags that changed it."""
         flags = sorted("--" + ".".join(flag) for flag in self.flags if flag[: len(path)] == path)
         header = f": [{'.'.join(path)}]" if path else ""
         return f"{self.file}{header}{' with ' + ' '.join(flags) if flags else ''}"
 
     def key(self, path: tuple[str, ...], value: Any) -> str:
-        """Return the place and the value of a key, as its user wrote it."""
+        """Return the place and value of a key, as the user wrote it."""
         if path in self.flags:
             return f"--{'.'.join(path)} {value}".rstrip()
         header = f"[{'.'.join(path[:-1])}] " if path[:-1] else ""
@@ -134,7 +133,7 @@ def _parse_flags(flags: Sequence[str]) -> dict[tuple[str, ...], FlagWords]:
         if word.startswith("--") and len(word) > 2:
             name, has_value, value = word[2:].partition("=")
             current = [value] if has_value else []
-            # The last one wins, as everywhere on a command line.
+            # A flag given twice counts as it came last.
             key_path = tuple(name.replace("-", "_").split("."))
             given.pop(key_path, None)
             given[key_path] = current
@@ -160,7 +159,7 @@ def _assign(
 def _build(
     table: Mapping[str, Any], *, cls: type, default: Any, path: tuple[str, ...], source: _Source
 ) -> Any:
-    # An instance of `cls`: `default` (None: the class's own defaults) changed by `table`.
+    # `default`, or the defaults of `cls` if it is None, changed by `table`.
     hints = settable(cls)
     changes = {}
     for key, value in table.items():
@@ -192,7 +191,7 @@ def _field(value: Any, hint: Any, *, default: Any, path: tuple[str, ...], source
         example = "kind" if kinds else next(iter(settable(type(default))), "key")
         raise ConfigError(
             f"{source.key(path, value)}: {'.'.join(path)} is a table, not a key; "
-            f"set its keys, such as --{'.'.join(path)}.{example} or {example} under "
+            f"set its keys, such as --{'.'.join(path)}.{example}, or {example} under "
             f"[{'.'.join(path)}]"
         )
     cls: type | None = type(default)
@@ -233,7 +232,7 @@ def _checked(value: Any, hint: Any, *, path: tuple[str, ...], source: _Source) -
 def _unknown(
     key: str, value: Any, cls: type, path: tuple[str, ...], source: _Source
 ) -> ConfigError:
-    """Return the error for a key or table that ``cls`` does not have."""
+    """Return the error for a key or table that a class does not have."""
     where = source.key((*path, key), value)
     table = f"[{'.'.join(path)}]" if path else "the top level"
     tables = dict(_walk(source.root))
@@ -300,7 +299,7 @@ def _has(cls: type | None, key: str) -> bool:
 
 
 def _walk(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type]]:
-    """Yield the path and class of every table that a config has now."""
+    """Yield the path and the class of every table of a config."""
     yield path, type(config)
     for key in settable(type(config)):
         value = getattr(config, key)

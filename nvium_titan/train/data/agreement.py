@@ -1,8 +1,8 @@
-"""All ranks take a batch together or none does, so no rank waits for another in a collective.
+"""All ranks take a batch, or none does, so that none waits for another in a collective.
 
-Ranks may fail apart (a stream, a disk) and streams from the hub may end apart. Before a batch goes
-to the model the hosts tell each other what they have: two flags over gloo, without a wait for any
-device. A rank whose text has ended goes on with padding until all have ended.
+A stream or a disk may fail on one rank alone, and streams from the hub end at different times. So
+before each batch the hosts exchange two flags over gloo, which waits for no device. A rank whose
+text has ended trains on padding until all have ended.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from nvium_titan.train.data.loader import Batch, TextDataLoader
 logger = logging.getLogger(__name__)
 
 LONGEST_WAIT = timedelta(hours=1)
-"""How long a rank waits for another's batch: the retries of a stream included."""
+"""How long a rank waits for another's batch, with the retries of its stream."""
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks over gloo, or None if there is one rank; all must call it."""
+    """Return a gloo group of all ranks, or None if there is one; every rank must call it."""
     if dist.get_world_size() == 1:
         return None
     group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
@@ -33,14 +33,14 @@ def host_group() -> dist.ProcessGroup | None:
 
 
 def in_step(loader: TextDataLoader, group: dist.ProcessGroup | None) -> Iterator[Batch]:
-    """Yield a loader's batches, as many on every rank as on the one with most.
+    """Yield a loader's batches, on every rank as many as on the one with the most.
 
     Args:
         loader: This rank's.
         group: From `host_group`.
 
     Raises:
-        NviumError: On all ranks, if the loader of one of them fails; the message names the rank.
+        NviumError: On all ranks, if the loader of any fails; the message names the rank.
     """
     batches = iter(loader)
     while True:
@@ -71,7 +71,7 @@ def _any(*flags: bool, group: dist.ProcessGroup) -> list[bool]:
 
 
 def _named(error: Exception) -> NviumError:
-    """Return an error that every rank can raise, and log the trace of one that nobody expects."""
+    """Return an error that every rank can raise; log the trace of an unexpected one."""
     if isinstance(error, NviumError):
         return error
     logger.error("reading the text failed", exc_info=error)
@@ -79,7 +79,7 @@ def _named(error: Exception) -> NviumError:
 
 
 def _failures(own: NviumError | None, group: dist.ProcessGroup) -> NviumError:
-    """Return this rank's failure, or that of the first rank which has one, named after it."""
+    """Return this rank's failure, or that of the first rank that has one, with its number."""
     found: list[NviumError | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)
     if own is not None:

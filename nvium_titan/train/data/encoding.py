@@ -1,4 +1,4 @@
-"""Documents as token ids: what packing and preparing share. No torch."""
+"""Documents as token ids, for packing and for preparing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Ids = npt.NDArray[np.integer[Any]]
 
 
 class Tokens(NamedTuple):
-    """A document that was encoded before."""
+    """An encoded document."""
 
     ids: Ids
-    """All of it; may be a read-only view of a file. Empty if there is no text."""
+    """Its ids, possibly a read-only view of a file; empty if it has no text."""
     split: Split
-    """The split its text belongs to."""
+    """The split that its text belongs to."""
 
 
 class Encoder(Protocol):
-    """What packing and preparing ask of a tokenizer."""
+    """The part of `text.tokenizer.Tokenizer` that packing and preparing need."""
 
     @property
     def kind(self) -> str:
@@ -32,7 +32,7 @@ class Encoder(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest id, plus one."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class Encoder(Protocol):
 
     @property
     def eos_id(self) -> int | None:
-        """The id that ends a document."""
+        """The id that ends a document, if there is one."""
         ...
 
     @property
@@ -51,12 +51,12 @@ class Encoder(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone."""
+        """Return the ids of `text`, without BOS and EOS."""
         ...
 
 
 def encode_document(document: Document | Tokens, tokenizer: Encoder) -> Ids:
-    """Return the ids of a document, BOS and EOS included; none if it has no text."""
+    """Return the ids of a document, with BOS and EOS; none if it has no text."""
     if isinstance(document, Tokens):
         return document.ids
     ids = tokenizer.encode(document.text) if document.text.strip() else []

@@ -1,4 +1,4 @@
-"""torchtitan's named data sets (C4 and those registered by a user)."""
+"""torchtitan's named data sets: C4, and what a user registers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ def open_dataset(
 ) -> SampleStore | StreamSource:
     """Return a data set of `torchtitan.hf_datasets.text_datasets.DATASETS`.
 
-    A downloaded one is shuffled and divided like local files; a stream is divided by documents.
+    A downloaded one is shuffled and shared out like local files; of a stream each rank gets
+    documents of its own.
 
     Args:
         name: Its name there.
@@ -22,7 +23,7 @@ def open_dataset(
     Raises:
         DataError: If there is no such name, or it cannot be loaded.
     """
-    # Not at the top: it imports torchtitan's device module, which chooses the device for good.
+    # Not at the top of the file: it imports torchtitan's utilities, which choose the device.
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node
     from torchtitan.hf_datasets.text_datasets import DATASETS

@@ -1,4 +1,4 @@
-"""`TextDataLoader`: where the text of a run comes from, and batches of packed sequences from it."""
+"""`TextDataLoader`: from the text that a configuration names to batches of packed sequences."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from nvium_titan.train.data.python_docs import python_docs
 from nvium_titan.train.data.shards import ShardStore, is_prepared
 from nvium_titan.train.data.sources import IndexedSource, Source, StreamSource, no_text
 
+# Of a larger folder each document is checked when it is read; `nvium data check` checks it all.
 VERIFIED_TOKENS = 1 << 27
-"""Prepared folders up to this size are read whole before training; of larger ones each document is
-checked when its turn comes, and `nvium data check` reads them whole."""
+"""Prepared folders of up to so many tokens are checked as a whole before training."""
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -32,9 +32,9 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class TextDataLoader(ParallelAwareDataloader):
     """Batches of packed text: files, a prepared folder, the demo corpus, a torchtitan data set.
 
-    Its state is a position in the common order of sequences, one for all ranks and worker
-    processes, so a run goes on with any number of either and neither skips nor repeats a sequence.
-    Only of a stream from the hub does each rank keep its own.
+    Its state is a position in the order of sequences, common to all ranks and worker processes: a
+    run resumes with any number of either, and neither skips nor repeats a sequence. Only in a
+    stream from the hub has each rank a position of its own.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -42,30 +42,30 @@ class TextDataLoader(ParallelAwareDataloader):
         """Set exactly one of `path`, `corpus` and `dataset`."""
 
         path: str | list[str] = ""
-        """Files, folders or globs. A .jsonl, .json or .parquet row is a document, any other file
-        is one. Or one folder of `nvium data prepare`, which gives the same sequences."""
+        """Files, folders or globs: each row of .jsonl, .json or .parquet is a document, and each
+        file of another kind. Or one folder of `nvium data prepare`, with the same sequences."""
 
         text_column: str = "text"
-        """The key of a row that holds the text."""
+        """The key of the text in a row."""
 
         corpus: Literal["", "python_docs"] = ""
         """Built-in text: `python_docs`, the documentation installed with Python."""
 
         split: Split = "train"
-        """For `path` and `corpus`: `validation` is 5% of the documents, chosen by their text;
-        `train` the others; `all` both (for a file of its own)."""
+        """Of `path` and `corpus`: `validation` is 5% of the documents, chosen by their text,
+        `train` is the rest, `all` is both."""
 
         infinite: bool = True
-        """Start over when the text ends; otherwise one epoch, the last batch padded."""
+        """Whether to start over when the text ends; otherwise one epoch, its last batch padded."""
 
         seed: int = 0
-        """Orders the documents, anew in every epoch."""
+        """Shuffles the documents, anew in every epoch."""
 
         def __post_init__(self) -> None:
-            """Check that there is at most one place to read from, and no key that it ignores.
+            """Check that the keys agree.
 
             Raises:
-                ConfigError: If there are several, or a key does not go with the others.
+                ConfigError: If there are several places to read from, or a key has no effect.
             """
             given = [key for key in ("path", "corpus", "dataset") if getattr(self, key)]
             if len(given) > 1:
@@ -74,26 +74,26 @@ class TextDataLoader(ParallelAwareDataloader):
                 )
             if self.dataset_path and not self.dataset:
                 raise ConfigError(
-                    f"dataset_path={self.dataset_path!r} is where a named dataset lies, but "
+                    f"dataset_path={self.dataset_path!r} is the location of a named dataset, but "
                     "dataset is not set; for files of your own set path"
                 )
             self._check_split(self.dataset)
 
         def _check_split(self, dataset: str) -> None:
-            # The validator's own default is split="validation": right with such a data set.
+            # It is the validator's default, and right for a data set such as c4_validation.
             if self.split == "validation" and dataset and "validation" not in dataset:
                 raise ConfigError(
-                    f"split='validation' is for path and corpus; dataset={dataset!r} names "
-                    "its own, such as c4_validation"
+                    f"split='validation' is for path and corpus; dataset={dataset!r} is one split "
+                    "already: name the validation set, such as c4_validation"
                 )
 
         def open(
             self, *, dp_rank: int = 0, dp_world_size: int = 1
         ) -> Store | ShardStore | StreamSource:
-            """Return the documents as they lie: by index, or as a stream.
+            """Return the documents, unordered: by index, or as a stream.
 
             Raises:
-                ConfigError: If nothing says where to read, or the split is not there.
+                ConfigError: If no key says where to read.
                 DataError: If the data is missing or malformed.
             """
             if self.dataset:
@@ -125,13 +125,13 @@ class TextDataLoader(ParallelAwareDataloader):
             """Return the documents in the order of training.
 
             Args:
-                tokenizer: A prepared folder must be made with it, if given.
+                tokenizer: If given, a prepared folder must have been made with it.
                 dp_rank: This rank.
                 dp_world_size: Ranks that share a stream.
 
             Raises:
-                ConfigError: If nothing says where to read, or more worker processes than one are
-                    to read a stream.
+                ConfigError: If no key says where to read, or several worker processes would read
+                    a stream.
                 DataError: If the data is missing or malformed.
                 TokenizerError: If a prepared folder was made with another tokenizer.
             """
@@ -142,10 +142,10 @@ class TextDataLoader(ParallelAwareDataloader):
             self, store: Store | ShardStore | StreamSource, tokenizer: Encoder | None
         ) -> Source:
             if isinstance(store, StreamSource):
-                # Each would have to have documents and a position of its own.
+                # Each worker would need documents and a position of its own.
                 if self.num_workers > 1:
                     raise ConfigError(
-                        f"num_workers={self.num_workers}: {store.name} is a stream, which one "
+                        f"num_workers={self.num_workers}: {store.name} is a stream, which only one "
                         "worker process can read; set num_workers to 1 or 0, or make shards of it "
                         "with nvium data prepare"
                     )
@@ -156,7 +156,7 @@ class TextDataLoader(ParallelAwareDataloader):
                     store.check_tokenizer(tokenizer)
                 dataset = str(store.manifest.plan.text.get("dataset", ""))
                 self._check_split(dataset)
-            # A data set is one split already.
+            # A data set is a split already.
             split = "all" if dataset else self.split
             return IndexedSource(store, name=self._shown(), split=split, seed=self.seed)
 
@@ -167,13 +167,12 @@ class TextDataLoader(ParallelAwareDataloader):
             return f"{place}, split {self.split!r}"
 
         def check(self, tokenizer: Encoder) -> None:
-            """Look for the first document, so that a run without text ends before it starts.
+            """Check that there is text to train on; a small prepared folder is checked as a whole.
 
             Raises:
-                ConfigError: If nothing says where to read.
+                ConfigError: If no key says where to read.
                 DataError: If the data is missing, malformed or has no text.
-                TokenizerError: If the tokenizer has no end token, or is not the one that prepared
-                    the data.
+                TokenizerError: If the tokenizer has no end token, or another one prepared the data.
             """
             _check_end_token(tokenizer)
             store = self.open()
@@ -195,19 +194,19 @@ class TextDataLoader(ParallelAwareDataloader):
         snapshot_every_n_steps: int | None = 1,
         **_: Any,
     ) -> None:
-        """Open the data; whether it has text shows at the first batch, or before by `check`.
+        """Open the data; `check` tells whether there is text in it, or else the first batch.
 
         Args:
-            config: Where to read, and how to go on.
+            config: What to read, and how.
             dp_world_size: Ranks that share the data.
-            dp_rank: This one.
+            dp_rank: This rank.
             tokenizer: Must have an end token.
-            seq_len: T, inputs of a sequence.
-            local_batch_size: Sequences of a batch.
+            seq_len: T, inputs in a sequence.
+            local_batch_size: Sequences in a batch.
             snapshot_every_n_steps: How often worker processes send their position.
 
         Raises:
-            ConfigError: If nothing says where to read.
+            ConfigError: If no key says where to read.
             DataError: If the data is missing or malformed.
             TokenizerError: If the tokenizer has no end token.
         """
@@ -240,31 +239,31 @@ class TextDataLoader(ParallelAwareDataloader):
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield this rank's batches from the present position on."""
+        """Yield this rank's batches from the current position on."""
         self._has_started = True
         for batch in super().__iter__():
             self._num_sequences += self._round_size
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the last batch: sequences so far, and a walk to there."""
+        """Return the position after the last batch."""
         if self._held is not None:
             return self._held
         walked = self.dataset.state_dict()
         if self.num_workers and self._has_started:
-            # Their walks are in step snapshots, none of them ahead; the furthest has least to redo.
+            # The workers' snapshots are never ahead; from the furthest there is least to redo.
             snapshot = StatefulDataLoader.state_dict(self)["_snapshot"]
             walks = [worker["dataset_state"] for worker in snapshot["_worker_snapshots"].values()]
             walked = max(walks, key=lambda walk: walk["num_sequences"])
-        # Bytes, or a checkpoint would hold every number of it as an entry of its own.
+        # As bytes, since a checkpoint would store each number in it as an entry of its own.
         position = {"num_sequences": self._num_sequences, "walked": walked}
         return {self._state_key: pickle.dumps(position)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a position that any number of ranks and worker processes saved.
+        """Go to a position, saved by any number of ranks and worker processes.
 
         Args:
-            state_dict: From `state_dict`; empty leaves the position alone.
+            state_dict: From `state_dict`; if empty, the position stays.
         """
         if not state_dict:
             return
@@ -274,11 +273,11 @@ class TextDataLoader(ParallelAwareDataloader):
         self.dataset.pass_over(self._num_sequences)
 
     def hold(self, state: dict[str, Any]) -> None:
-        """Let `state_dict` return this earlier one from now on: a step could not be run."""
+        """Let `state_dict` return this earlier state from now on, as the step after it failed."""
         self._held = state
 
     def padding(self) -> Batch:
-        """Return a batch without a label that counts, for a rank whose text has ended."""
+        """Return a batch in which no label counts, for a rank whose text has ended."""
         batch_size, seq_len = self._shape
         sample = to_sample([], seq_len=seq_len, pad_id=0)
         return default_collate([sample] * batch_size)
@@ -287,6 +286,6 @@ class TextDataLoader(ParallelAwareDataloader):
 def _check_end_token(tokenizer: Encoder) -> None:
     if tokenizer.eos_id is None:
         raise TokenizerError(
-            "the tokenizer has no end token, so a model could not learn to stop: name one as "
-            "eos_token in tokenizer_config.json"
+            "the tokenizer has no end token, so a model could not learn to stop; set eos_token in "
+            "tokenizer_config.json"
         )

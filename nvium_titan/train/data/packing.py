@@ -1,9 +1,9 @@
-"""Text as packed sequences: documents end to end, the end token a label, positions per document.
+"""Packed sequences: documents end to end, cut where a sequence is full.
 
-A document is BOS (if the tokenizer has one), its text, EOS. A sequence takes T inputs and the T
-labels that follow them; it is full where it may, and what it cuts off goes on in the next one. A
-label never belongs to another document than its input. Positions count from 0 in every document,
-and again where a sequence cuts one, because attention does not reach back beyond either.
+A document is BOS (if the tokenizer has one), its text, EOS. A sequence has T inputs and the label
+after each; the label belongs to the same document as its input. What a sequence cuts off starts the
+next one. Positions count from 0 in every document, and again after a cut, since attention reaches
+back over neither.
 
 Letters: T tokens of a sequence.
 """
@@ -27,18 +27,18 @@ from nvium_titan.train.data.sources import Source, no_text
 logger = logging.getLogger(__name__)
 
 IGNORED_LABEL = -100
-"""The label of padding, which no loss counts."""
+"""The label of padding, which does not count in the loss."""
 
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Share(NamedTuple):
-    """Which sequences of the common order a rank takes: in turn, one each."""
+    """The sequences of a rank: ranks take sequences in turn, their worker processes batches."""
 
     rank: int
     num_ranks: int
     batch_size: int
-    """Sequences of one rank in a batch; worker processes take batches in turn."""
+    """Sequences of one rank in a batch."""
 
     def takes(self, index: int) -> bool:
         """Return whether sequence `index` is for this rank and this worker process."""
@@ -49,17 +49,17 @@ class Share(NamedTuple):
 
 
 class PackedTextDataset(IterableDataset, Stateful):
-    """Sequences of exactly `seq_len` tokens from the documents of a source, for one rank.
+    """One rank's sequences of `seq_len` tokens from the documents of a source.
 
-    Every rank walks the whole order and keeps its share, so the order of training does not depend
-    on the number of ranks, and all ranks have equally many sequences. So every rank encodes all of
-    a text, which may be too slow for many GPUs; the documents of a prepared folder are encoded
-    already, and to walk them costs little. (A stream from the hub is divided by documents instead.)
-    The walk stops only where each rank has had its turn, so the
-    position is the same on all of them, and any number of ranks can go on from it. Without
-    `infinite` there is one epoch: the last sequence is padded, and padding fills the last batch of
-    every rank, so each token counts exactly once.
+    The order of sequences does not depend on the number of ranks, and every rank has as many.
+    Without `infinite` there is one epoch, in which each token counts once: padding fills the last
+    sequence, and the last batch of every rank.
     """
+
+    # Every rank walks the whole order and keeps its share, so each encodes all of a text. That may
+    # be too slow for many GPUs; a prepared folder is encoded already, and costs little to walk. (Of
+    # a stream from the hub each rank has its own documents.) The walk stops only after every rank
+    # has had its turn: the position is the same on all, and any number of ranks can resume from it.
 
     def __init__(
         self, source: Source, tokenizer: Encoder, *, seq_len: int, share: Share, infinite: bool
@@ -69,10 +69,10 @@ class PackedTextDataset(IterableDataset, Stateful):
         self._seq_len = seq_len
         self._share = share
         self._infinite = infinite
-        # What the last sequence left of its document.
+        # What the last sequence left of a document.
         self._rest: Ids = np.empty(0, dtype=np.int64)
         self._num_sequences = 0
-        # Where the shares are dealt from; sequences before it are passed over.
+        # Shares are counted from this sequence on; those before it are skipped.
         self._first_sequence = 0
         self._num_epoch_tokens = 0
         self._has_warned = False
@@ -80,7 +80,7 @@ class PackedTextDataset(IterableDataset, Stateful):
         self._pad_id = tokenizer.eos_id or 0
 
     def __iter__(self) -> Iterator[Sample]:
-        """Yield this rank's sequences from the present position on.
+        """Yield this rank's sequences from the current position on.
 
         Each is ({"input": (T,), "positions": (T,)}, labels (T,)), int64.
         """
@@ -95,7 +95,7 @@ class PackedTextDataset(IterableDataset, Stateful):
                 own = None
 
     def _sequences(self) -> Iterator[list[Ids]]:
-        """Yield the runs of ids of each sequence; a run's inputs are all but its last."""
+        """Yield each sequence as runs of ids, one per document; a run's last id is a label only."""
         runs: list[Ids] = []
         num_inputs = 0
         for document in itertools.chain([self._rest], self._documents()):
@@ -108,14 +108,14 @@ class PackedTextDataset(IterableDataset, Stateful):
                 if num_inputs == self._seq_len:
                     yield runs
                     runs, num_inputs = [], 0
-        # One epoch is over: pad to whole batches on every rank.
+        # The epoch is over: pad to whole batches on every rank.
         round_size = self._share.num_ranks * self._share.batch_size
         while runs or (self._num_sequences - self._first_sequence) % round_size:
             yield runs
             runs = []
 
     def _documents(self) -> Iterator[Ids]:
-        """Yield the ids of each document that is left, epoch after epoch."""
+        """Yield the ids of each document from the source's position on, epoch after epoch."""
         while True:
             for document in self._source.documents():
                 ids = encode_document(document, self._tokenizer)
@@ -129,7 +129,7 @@ class PackedTextDataset(IterableDataset, Stateful):
             self._num_epoch_tokens = 0
 
     def _check_epoch(self) -> None:
-        # Without this an endless run would search for text for ever.
+        # Otherwise an infinite run would look for text for ever.
         if not self._num_epoch_tokens:
             raise DataError(no_text(self._source))
         if self._infinite and self._num_epoch_tokens < self._seq_len and not self._has_warned:
@@ -142,7 +142,7 @@ class PackedTextDataset(IterableDataset, Stateful):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, which does not depend on the rank or the number of ranks."""
+        """Return the position, which is the same on all ranks."""
         return {
             "source": self._source.state_dict(),
             "ids": self._rest.copy(),
@@ -151,22 +151,22 @@ class PackedTextDataset(IterableDataset, Stateful):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position; the sequences that follow are those of an uninterrupted run."""
+        """Go to a position; the next sequences are those of an uninterrupted run."""
         self._source.load_state_dict(state["source"])
         self._rest = state["ids"]
         self._num_sequences = self._first_sequence = state["num_sequences"]
         self._num_epoch_tokens = state["num_epoch_tokens"]
 
     def pass_over(self, num_sequences: int) -> None:
-        """Leave out the sequences of the common order before this one; shares start with it."""
+        """Skip the sequences before this one, with which shares start."""
         self._first_sequence = num_sequences
 
 
 def to_sample(runs: list[Ids], *, seq_len: int, pad_id: int) -> Sample:
-    """Return the sequence of some runs of ids, padded behind them.
+    """Return the sequence that runs of ids make, padded at its end.
 
     Args:
-        runs: Each of one document; its ids but the last are inputs, its ids but the first labels.
+        runs: Each from one document: all ids but the last are inputs, all but the first labels.
         seq_len: T, at least the number of inputs.
         pad_id: Any id: its label is ignored and nothing attends to it.
     """

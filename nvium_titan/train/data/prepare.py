@@ -1,9 +1,8 @@
-"""Text to a folder of shards: encoded by several processes, resumable, there whole or not at all.
+"""From text to a folder of shards: encoded in parallel, resumable, complete or not there at all.
 
-The documents are read here, in their order, and handed to worker processes a shard at a time.
-Until all shards are there the folder is `OUT.unfinished`; beside each shard lies its record,
-written after it. The same command again keeps every shard that is as its record says and makes the
-others.
+This process reads the documents in order and hands them to worker processes, a shard at a time.
+Until all shards are done the folder is called `OUT.unfinished`; each finished shard has its record
+beside it. Run again, the command keeps the shards that match their records and makes the others.
 """
 
 from __future__ import annotations
@@ -51,27 +50,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What waits for a worker process must fit in memory.
 SHARD_CHARS = 1 << 27
-"""A shard ends behind this much text, so that what waits for a process fits in memory."""
+"""Characters after which a shard ends, however few documents it has."""
 
 
 class Progress(Protocol):
-    """Shows how far something is."""
+    """Shows progress."""
 
     def __call__(self, *, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
-        """Give a function that takes what is done; a total of None is unknown."""
+        """Give a function to call with the number done; a total of None is unknown."""
         ...
 
 
 class _Reader(Protocol):
-    """Reads documents in their order, from any position in it."""
+    """Reads documents in order, from any position."""
 
     total: int | None
-    """How many there are, None if only the end of a stream tells."""
+    """How many there are; None for a stream, whose end nobody knows."""
 
     @property
     def position(self) -> Any:
-        """Where it is: something JSON can hold."""
+        """The current position, as JSON can hold it."""
         ...
 
     @position.setter
@@ -97,7 +97,7 @@ class _StoreReader:
 
 
 class _StreamReader:
-    """A stream; what it rejects it reports itself."""
+    """A stream; it reports by itself what it rejects."""
 
     total: int | None = None
 
@@ -136,26 +136,26 @@ def prepare(
     documents_per_shard: int,
     progress: Progress,
 ) -> Manifest:
-    """Encode the text that a `[dataloader]` table names into a folder that trains the same.
+    """Encode the text that a `[dataloader]` table names; training on the folder gives the same.
 
     Args:
-        config: What to read. Seed, split and the like stay settings of the training run.
-        tokenizer: Where the tokenizer is, as `hf_assets_path`.
-        out: Folder to write. If it holds the same text already, nothing is done.
+        config: What to read. Seed, split and so on remain settings of the training run.
+        tokenizer: Path of the tokenizer, as `hf_assets_path`.
+        out: Folder to write; left alone if it holds this text already.
         num_workers: Processes that encode.
-        documents_per_shard: Most documents of a shard: what each process loses when interrupted.
-        progress: Told the number of documents done, those that were kept first.
+        documents_per_shard: Most documents in a shard; an interrupted process loses so many.
+        progress: Is told the number of documents done, with those kept from before.
 
     Raises:
-        DataError: If the text is missing, malformed or empty; if `out` holds something else, or an
-            unfinished folder of another text; if the disk is full.
+        DataError: If the text is missing, malformed or empty, if `out` or its unfinished folder
+            holds something else, or if the disk is full.
         TokenizerError: If the tokenizer cannot be read.
         ConfigError: If the table names no text.
-        StreamError: If a stream goes on failing, or a process was killed.
+        StreamError: If a stream keeps failing, or a worker process was killed.
         KeyboardInterrupt: If it was interrupted.
     """
     if config.path and is_prepared(config.path):
-        raise DataError(f"path {config.path!r}: is prepared already; name the text itself")
+        raise DataError(f"path {config.path!r}: is already prepared; give the text itself")
     plan = _plan(config, load_tokenizer(tokenizer), documents_per_shard)
     if out.exists():
         return _finished(out, plan)
@@ -176,30 +176,30 @@ def prepare(
                 file.unlink()
     except OSError as error:
         raise DataError(
-            f"{out} was not prepared: {error}; the same command goes on from here"
+            f"{out} was not prepared: {error}; run the same command again to continue"
         ) from error
     except KeyboardInterrupt:
-        logger.warning("%s is kept; the same command goes on from here", folder)
+        logger.warning("%s is kept; run the same command again to continue", folder)
         raise
     except BrokenProcessPool as error:
         raise StreamError(
-            "a process that encodes was killed (no memory left?): fewer --workers need less; the "
-            "same command goes on from here"
+            "a worker process was killed, perhaps for lack of memory; run the same command again "
+            "to continue, with fewer --workers if need be"
         ) from error
     return manifest
 
 
 def check(folder: Path, *, num_workers: int, progress: Progress) -> Manifest:
-    """Read a prepared folder whole.
+    """Check every document of a prepared folder; return its manifest.
 
     Args:
         folder: The folder with the manifest.
         num_workers: Processes that read.
-        progress: Told the number of documents done.
+        progress: Is told the number of documents done.
 
     Raises:
-        DataError: If anything is missing, truncated, changed or of another folder; the message
-            names every such shard.
+        DataError: If a shard is missing, truncated, changed or from another folder; the message
+            names all such shards.
     """
     manifest = read_manifest(folder)
     faults = []
@@ -242,30 +242,30 @@ def _plan(config: TextDataLoader.Config, tokenizer: Tokenizer, documents_per_sha
 
 
 def _finished(out: Path, plan: Plan) -> Manifest:
-    """Return the manifest of a folder that is there already.
+    """Return the manifest of a folder that exists already.
 
     Raises:
-        DataError: If it is another text, or no prepared folder.
+        DataError: If it holds another text, or is no prepared folder.
     """
     if not out.is_dir() or not (out / MANIFEST_FILE).is_file():
-        raise DataError(f"{out}: exists and is no prepared folder; choose another --out")
+        raise DataError(f"{out}: exists but is not a prepared folder; choose another --out")
     manifest = read_manifest(out)
     differences = plan.differences(manifest.plan)
     if differences:
         raise DataError(
-            f"{out}: holds another text or other settings already (different: {differences}); "
-            "choose another --out or delete it"
+            f"{out}: was prepared from another text or with other settings (different: "
+            f"{differences}); choose another --out or delete it"
         )
     logger.info("%s is prepared already", out)
     return manifest
 
 
 def _begin(folder: Path, plan: Plan) -> None:
-    """Make the unfinished folder, or check that the one that is there has the same plan.
+    """Make the unfinished folder, or check that the existing one has the same plan.
 
     Raises:
-        DataError: If its plan is another one.
-        OSError: If the disk refuses.
+        DataError: If it has another plan.
+        OSError: If the folder cannot be written.
     """
     file = folder / PLAN_FILE
     if file.is_file():
@@ -276,9 +276,9 @@ def _begin(folder: Path, plan: Plan) -> None:
         if differences:
             raise DataError(
                 f"{folder}: was begun with another text or other settings (different: "
-                f"{differences}); delete it to begin again"
+                f"{differences}); delete it to start over"
             )
-        logger.info("going on with %s", folder)
+        logger.info("continuing %s", folder)
         return
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(file) as opened:
@@ -300,7 +300,7 @@ def _make_shards(
     num_workers: int,
     report: Callable[[int], None],
 ) -> list[ShardRecord]:
-    """Make the shards that are not there yet; return the records of all."""
+    """Make the missing shards; return the records of all."""
     kept = _kept_shards(pool, folder, plan)
     shards = {index: record for index, (record, _) in kept.items()}
     report(sum(record.num_documents for record in shards.values()))
@@ -329,7 +329,7 @@ def _make_shards(
                 tokenizer=tokenizer,
                 dtype=plan.dtype,
             )
-            # One more than can run, so that no process waits for the disk.
+            # One more than there are processes, so that none waits for this one to read.
             collect(most_running=num_workers)
             running[pool.submit(_make_shard, task)] = index
         index += 1
@@ -353,7 +353,7 @@ def _take(documents: Iterator[Document | Rejected], most: int) -> list[Document 
 def _kept_shards(
     pool: ProcessPoolExecutor, folder: Path, plan: Plan
 ) -> dict[int, tuple[ShardRecord, Any]]:
-    """Return the record of each whole shard and the position behind it, by its index."""
+    """Return, by index, the record of each complete shard and the position after it."""
     kept = {}
     files = sorted(folder.glob("shard-*.json"))
     for file, is_whole in zip(
@@ -364,11 +364,11 @@ def _kept_shards(
             index = int(file.stem.removeprefix("shard-"))
             kept[index] = (ShardRecord(**table["record"]), table["position"])
         else:
-            logger.warning("%s: damaged, so it is made again", file.with_suffix(".bin"))
+            logger.warning("%s: damaged; it is made again", file.with_suffix(".bin"))
     return kept
 
 
-# In the worker processes.
+# What follows runs in the worker processes, but for `_processes`.
 
 
 def _make_shard(task: _Task) -> ShardRecord:
@@ -381,7 +381,7 @@ def _make_shard(task: _Task) -> ShardRecord:
 
 
 def _is_whole(file: Path, dtype: str) -> bool:
-    """Return whether a shard is what its record says, to the last id."""
+    """Return whether a shard matches its record, to the last id."""
     try:
         record = ShardRecord(**json.loads(file.read_bytes())["record"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -390,7 +390,7 @@ def _is_whole(file: Path, dtype: str) -> bool:
 
 
 def _fault(shard: tuple[Path, ShardRecord, str]) -> str:
-    """Return what is wrong with a shard, empty if nothing is."""
+    """Return what is wrong with a shard, "" if nothing is."""
     try:
         Shard(*shard).verify()
     except DataError as error:
@@ -405,8 +405,8 @@ def _tokenizer(path: str) -> Tokenizer:
 
 @contextmanager
 def _processes(num_workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Give a pool whose processes end with the block, whatever ends it, and with this process."""
-    # Not forked: this process may have threads.
+    """Give a pool whose processes end with the block, however it ends, and with this process."""
+    # Spawned, since this process may have threads.
     context = multiprocessing.get_context("spawn")
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_process)
@@ -421,7 +421,7 @@ def _processes(num_workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin_process() -> None:
-    # Ctrl-C reaches the whole process group; the parent alone answers it.
+    # Ctrl-C reaches the whole process group; only the parent reacts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def end_with_parent() -> None:

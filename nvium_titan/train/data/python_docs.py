@@ -1,8 +1,8 @@
-"""The demo corpus `python_docs`: English and code that every Python installation has.
+"""The demo corpus `python_docs`: the documentation in every Python installation.
 
-The language reference (`pydoc_data.topics`) and the documented signatures of the standard library,
-read from the installed sources with `ast`; no module of it is imported, nothing is downloaded.
-CPython 3.11: 2.2 MB in 646 documents, read in 2 s on one core.
+It is the language reference (`pydoc_data.topics`), and the signatures and docstrings of the
+standard library, read from its sources without importing them. In CPython 3.11: 2.2 MB in 646
+documents, read in 2 s on one core.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from nvium_titan.errors import DataError
 
 DOCUMENT_CHARS = 4000
-"""A module's documentation is cut into documents of at least this length."""
+"""The documentation of a module is cut into documents of at least this length."""
 MIN_CHARS = 200
-"""Shorter documents are left out."""
+"""A shorter rest of a module is left out."""
 
 # Tests, generated tables and other people's code: no prose.
 _SKIPPED = {
@@ -46,15 +46,15 @@ def python_docs() -> tuple[str, ...]:
             gc.enable()
     if not documents:
         raise DataError(
-            f"corpus 'python_docs': no sources in {sysconfig.get_path('stdlib')}: this Python has "
-            "none installed; set [dataloader] path to a text file of yours"
+            f"corpus 'python_docs': this Python is installed without its sources (none in "
+            f"{sysconfig.get_path('stdlib')}); set [dataloader] path to a text file of yours"
         )
     return tuple(documents)
 
 
 def _topics() -> Iterator[str]:
     try:
-        # A module of 0.7 MB that is one dictionary of strings.
+        # One dictionary of strings, 0.7 MB: imported only when it is needed.
         from pydoc_data.topics import topics
     except ImportError:
         return
@@ -99,7 +99,7 @@ def _documents(module: str, tree: ast.Module, lines: list[str]) -> Iterator[str]
 def _entries(
     node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
 ) -> Iterator[str]:
-    """Yield what is documented in `node`: signature and docstring, as they stand in the source."""
+    """Yield signature and docstring of everything documented in `node`, as in the source."""
     first = node.body[0] if node.body else None
     if (
         isinstance(first, ast.Expr)

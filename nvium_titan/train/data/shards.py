@@ -1,16 +1,15 @@
-"""Prepared text on disk: shards of token ids and the manifest that vouches for them. No torch.
+"""Prepared text on disk: shards of token ids, and the manifest with their checksums.
 
     FOLDER/
       manifest.json      what was read, the tokenizer, a record of each shard
       shard-00000.bin    ids of its documents end to end | ends | checksums | splits
 
-A shard holds every document of the text in its order, those without text as empty ones, so that a
-document has the same index here as in the text, and training reads it in the same order. Ids are
-little-endian uint16, or uint32 for vocabularies above 65536. The three tables behind them, the
-index, have one entry per document: where its ids end (int64), their CRC-32 (uint32), whether it is
-held out for validation (uint8). The manifest has the SHA-256 of the index, checked when a shard is
-opened; the CRC-32 is checked whenever a document is read. So opening costs little however much
-text there is, and ids that were changed never train.
+A shard holds the documents in the order of the text; those without text are empty, so that each
+has the same index here as there. Ids are little-endian uint16, or uint32 for vocabularies above
+65536. After them comes the index, three tables with an entry per document: where its ids end
+(int64), their CRC-32 (uint32), whether it is for validation (uint8). Opening a shard checks the
+SHA-256 of its index, reading a document its CRC-32: opening is quick however much text there is,
+and no changed id is trained on.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from nvium_titan.train.data.encoding import Encoder, Tokens, encode_document
 FORMAT = "nvium-shards-1"
 MANIFEST_FILE = "manifest.json"
 PLAN_FILE = "plan.json"
-"""Lies in an unfinished folder in place of the manifest."""
+"""In an unfinished folder, in place of the manifest."""
 UINT16_IDS = 1 << 16
 """Largest vocabulary whose ids fit in uint16."""
 
@@ -48,18 +47,18 @@ _INDEX = (("<i8", 8), ("<u4", 4), ("u1", 1))  # ends, checksums, splits: type an
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerIdentity:
-    """Which tokenizer made the ids."""
+    """Tells the tokenizer that made the ids from others."""
 
     kind: str
     """`byte`, `sentencepiece` or `hf`."""
     vocab_size: int
-    """One more than the largest id."""
+    """The largest id, plus one."""
     bos_id: int | None
     """The id that starts a document, if there is one."""
     eos_id: int | None
     """The id that ends a document."""
     sha256: str
-    """Its fingerprint: of the model file and the special ids."""
+    """Its fingerprint."""
 
     @classmethod
     def of(cls, tokenizer: Encoder) -> TokenizerIdentity:
@@ -78,18 +77,18 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is prepared; the same plan gives the same shards."""
+    """What to prepare; equal plans give equal shards."""
 
     text: dict[str, Any]
-    """The keys of `[dataloader]` that say what was read: path, corpus or dataset."""
+    """The keys of `[dataloader]` that say what is read: path, corpus or dataset."""
     files: list[list[Any]]
-    """Of `path`: each file, its bytes and its time of change in ns. Otherwise empty."""
+    """For `path`, each file with its size in bytes and its time of change in ns; else empty."""
     tokenizer: TokenizerIdentity
-    """What encoded it."""
+    """The tokenizer that encodes it."""
     dtype: Literal["uint16", "uint32"]
     """Type of an id."""
     documents_per_shard: int
-    """Most documents of a shard."""
+    """Most documents in a shard."""
 
     def differences(self, other: Plan) -> str:
         """Return the names of the fields that differ."""
@@ -99,39 +98,39 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """What the manifest knows of a shard."""
+    """What the manifest says about a shard."""
 
     file: str
     """Its name in the folder."""
     num_documents: int
-    """Entries of its index, those without text included."""
+    """Documents in it, with those without text."""
     num_tokens: int
-    """Ids, BOS and EOS included."""
+    """Ids in it, with BOS and EOS."""
     num_rejected: int
-    """Documents that could not be read; they are empty here."""
+    """Documents that could not be read; here they are empty."""
     first_rejected: str
-    """Place and reason of the first one, empty if there is none."""
+    """Place and reason of the first of these, "" if there is none."""
     index_sha256: str
-    """Of the index, and through its CRC-32 of everything."""
+    """SHA-256 of the index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All of a prepared folder."""
+    """What a prepared folder holds."""
 
     plan: Plan
     """What was prepared."""
     shards: tuple[ShardRecord, ...]
-    """In the order of the text."""
+    """Its shards, in the order of the text."""
 
     @property
     def num_documents(self) -> int:
-        """Documents, those without text included."""
+        """Documents, with those without text."""
         return sum(shard.num_documents for shard in self.shards)
 
     @property
     def num_tokens(self) -> int:
-        """Ids, BOS and EOS included."""
+        """Ids, with BOS and EOS."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @property
@@ -144,10 +143,10 @@ class Shard:
     """A shard on disk, mapped into memory."""
 
     def __init__(self, folder: Path, record: ShardRecord, dtype: str) -> None:
-        """Map the file and check its size and its index.
+        """Map the file; check its size and its index.
 
         Raises:
-            DataError: If the file is missing, truncated, changed or another one.
+            DataError: If the file is missing, truncated, changed or from another folder.
         """
         self._arguments = (folder, record, dtype)
         self._path = folder / record.file
@@ -158,7 +157,7 @@ class Shard:
         try:
             found = self._path.stat().st_size
             if found != starts[-1]:
-                what = "truncated" if found < starts[-1] else "too long, so it is another file"
+                what = "truncated" if found < starts[-1] else "too long, so not the same file"
                 raise DataError(
                     f"{self._path}: {what}: {found} bytes, {MANIFEST_FILE} says {starts[-1]}; "
                     f"{_REMEDY}"
@@ -171,7 +170,7 @@ class Shard:
             raise DataError(f"{self._path}: cannot be read: {error.strerror}; {_REMEDY}") from error
         if hashlib.sha256(data[starts[0] :].data).hexdigest() != record.index_sha256:
             raise DataError(
-                f"{self._path}: its index is not the one of {MANIFEST_FILE}, so it was changed or "
+                f"{self._path}: its index does not match {MANIFEST_FILE}: the file was changed or "
                 f"belongs to another folder; {_REMEDY}"
             )
         ids = data[: record.num_tokens * np.dtype(dtype).itemsize]
@@ -200,10 +199,10 @@ class Shard:
         return Tokens(ids, "validation" if self._is_validation[index] else "train")
 
     def verify(self) -> None:
-        """Read everything.
+        """Check every document.
 
         Raises:
-            DataError: If anything was changed.
+            DataError: If one was changed.
         """
         for index in range(len(self)):
             self.read(index)
@@ -217,16 +216,16 @@ _REMEDY = "copy it again, or run nvium data prepare again"
 
 
 class ShardStore:
-    """The documents of a prepared folder by index, as they lie in the text."""
+    """The documents of a prepared folder by index, in the order of the text."""
 
     def __init__(self, folder: Path) -> None:
-        """Map every shard and check its size and index.
+        """Map all shards; check their sizes and indices.
 
         Raises:
-            DataError: If the manifest or a shard is missing, damaged or another one.
+            DataError: If the manifest or a shard is missing, damaged or from another folder.
         """
         self.manifest = read_manifest(folder)
-        """What the folder says of itself."""
+        """What the folder holds."""
         self._folder = folder
         plan = self.manifest.plan
         self._shards = [Shard(folder, record, plan.dtype) for record in self.manifest.shards]
@@ -245,25 +244,25 @@ class ShardStore:
         return self._shards[which].read(index - (self._ends[which - 1] if which else 0))
 
     def verify(self) -> None:
-        """Read everything.
+        """Check every document.
 
         Raises:
-            DataError: If anything was changed.
+            DataError: If one was changed.
         """
         for shard in self._shards:
             shard.verify()
 
     def check_tokenizer(self, tokenizer: Encoder) -> None:
-        """Check that the ids are those of a tokenizer.
+        """Check that a tokenizer made the ids.
 
         Raises:
-            TokenizerError: If another one made them.
+            TokenizerError: If it was another one.
         """
         found, wanted = self.manifest.plan.tokenizer, TokenizerIdentity.of(tokenizer)
         if found != wanted:
             raise TokenizerError(
                 f"{self._folder}: prepared with another tokenizer ({found}) than this run's "
-                f"({wanted}): set hf_assets_path to that one, or run nvium data prepare with this "
+                f"({wanted}); set hf_assets_path to that one, or run nvium data prepare with this "
                 "one"
             )
 
@@ -271,10 +270,10 @@ class ShardStore:
 def write_shard(
     path: Path, documents: Iterable[Document | Rejected], tokenizer: Encoder, dtype: str
 ) -> ShardRecord:
-    """Encode documents into a file, which appears whole or not at all.
+    """Encode documents into a file, which is written completely or not at all.
 
     Raises:
-        OSError: If the disk refuses.
+        OSError: If it cannot be written.
     """
     ends, checksums, splits = array("q"), array("I"), bytearray()
     num_tokens = num_rejected = 0
@@ -311,15 +310,15 @@ def write_shard(
 
 
 def _index_start(num_tokens: int, width: int) -> int:
-    """Return the first multiple of 8 behind the ids, where int64 may lie."""
+    """Return the first multiple of 8 after the ids: int64 must be aligned."""
     return -(-num_tokens * width // 8) * 8
 
 
 def is_prepared(paths: str | Sequence[str]) -> bool:
-    """Return whether `[dataloader] path` names one prepared folder.
+    """Return whether `[dataloader] path` names a prepared folder.
 
     Raises:
-        DataError: If the folder is not finished, or one of several paths is a prepared folder.
+        DataError: If the folder is not finished, or is one of several paths.
     """
     given = [paths] if isinstance(paths, str) else list(paths)
     for path in given:
@@ -327,20 +326,20 @@ def is_prepared(paths: str | Sequence[str]) -> bool:
         if _is_manifest(folder / MANIFEST_FILE):
             if len(given) > 1:
                 raise DataError(
-                    f"path {path!r}: a prepared folder stands alone; prepare the "
+                    f"path {path!r}: a prepared folder must be the only path; prepare the "
                     f"{len(given)} paths together"
                 )
             return True
         if (folder / PLAN_FILE).is_file() and any(folder.glob("shard-*")):
             raise DataError(
-                f"path {path!r}: an unfinished folder of nvium data prepare: run that command "
-                "again, which goes on where it was"
+                f"path {path!r}: an unfinished folder of nvium data prepare; run that command "
+                "again to finish it"
             )
     return False
 
 
 def _is_manifest(file: Path) -> bool:
-    """Return whether a file is a manifest of any version, and no text of that name."""
+    """Return whether a file is a manifest, of any version, not just a file of that name."""
     try:
         with file.open("rb") as opened:
             return b'"nvium-shards-' in opened.read(64)
@@ -352,9 +351,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into an existing folder.
 
     Raises:
-        OSError: If the disk refuses.
+        OSError: If it cannot be written.
     """
-    # The format first: it is how a prepared folder is told.
+    # The format comes first: `_is_manifest` looks for it there.
     totals = {n: getattr(manifest, n) for n in ("num_documents", "num_tokens", "num_rejected")}
     table = {"format": FORMAT, **totals, **dataclasses.asdict(manifest)}
     with replacing(folder / MANIFEST_FILE) as file:
@@ -365,14 +364,14 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a prepared folder.
 
     Raises:
-        DataError: If there is none, or it is damaged or of another format.
+        DataError: If it is missing, damaged or of another format.
     """
     file = folder / MANIFEST_FILE
     try:
         table = json.loads(file.read_bytes())
         if table["format"] != FORMAT:
             raise DataError(
-                f"{file}: format {table['format']!r}, this version reads {FORMAT!r}; run nvium "
+                f"{file}: format {table['format']!r}, but this version reads {FORMAT!r}; run nvium "
                 "data prepare again"
             )
         manifest = Manifest(
@@ -395,6 +394,6 @@ def parse_plan(table: dict[str, Any]) -> Plan:
     """Return the plan in a parsed JSON object.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not a plan.
     """
     return Plan(**{**table, "tokenizer": TokenizerIdentity(**table["tokenizer"])})

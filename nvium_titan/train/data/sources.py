@@ -1,8 +1,7 @@
-"""Where documents come from in training: an order for each epoch, a split, a place to resume.
+"""Documents in the order of training: one order per epoch, one split, from any position.
 
-A source gives the documents of one epoch from its present position on. Documents by index (files,
-the demo corpus, downloaded data sets) are shuffled anew in every epoch, the first included, by the
-seed alone; a stream from the hub comes in its own order.
+Documents by index (files, the demo corpus, downloaded data sets) are shuffled in every epoch, from
+the first on, by the seed alone. A stream from the hub keeps its own order.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from nvium_titan.errors import StreamError
 from nvium_titan.text.documents import Document, Rejected, Split, Store
@@ -23,19 +23,24 @@ from nvium_titan.train.data.shards import ShardStore
 logger = logging.getLogger(__name__)
 
 RETRY_WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Pauses before a failed stream is opened again where it stood; after the last it is given up."""
+"""Pauses, in seconds, before a failed stream is opened again where it was; then it is given up."""
 
 
 class Source(Protocol):
     """Documents in the order of training."""
 
     name: str
-    """What error messages call it."""
+    """Its name in messages."""
     is_sharded: bool
-    """Whether this rank sees its own documents only."""
+    """Whether each rank has documents of its own."""
 
     def documents(self) -> Iterator[Document | Tokens]:
-        """Yield the rest of this epoch; the position moves before each document is yielded."""
+        """Yield the rest of the epoch; the position moves before each document is yielded.
+
+        Raises:
+            DataError: If a prepared document was changed.
+            StreamError: If a stream keeps failing (`RETRY_WAITS_S`).
+        """
         ...
 
     def next_epoch(self) -> None:
@@ -43,7 +48,7 @@ class Source(Protocol):
         ...
 
     def faults(self) -> str:
-        """Return a summary of what was set aside so far, empty if nothing was."""
+        """Return a summary of the documents skipped so far, "" if there are none."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -56,13 +61,13 @@ class Source(Protocol):
 
 
 def no_text(source: Source) -> str:
-    """Return the message about a source in which there is no text to train on."""
+    """Return the message that a source has no text to train on."""
     faults = f" ({source.faults()})" if source.faults() else ""
     return f"{source.name}: no text to train on{faults}; fix [dataloader]"
 
 
 class Faults:
-    """Counts the documents that were set aside; reports the first, the tenth, the hundredth, ..."""
+    """Counts skipped documents; reports the first, the tenth, the hundredth, ..."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -71,7 +76,7 @@ class Faults:
         self._first: Rejected | None = None
 
     def add(self, rejected: Rejected) -> None:
-        """Count one."""
+        """Count a document."""
         self._first = self._first or rejected
         self._count += 1
         if self._count >= 10 * self._num_reported:
@@ -84,14 +89,14 @@ class Faults:
             logger.warning("%s: %s", self._name, self.summary())
 
     def summary(self) -> str:
-        """Return the count and the first place and reason, empty if there is none."""
+        """Return the count, and place and reason of the first; "" if there are none."""
         if self._first is None:
             return ""
         noun = "document" if self._count == 1 else "documents"
         return f"skipped {self._count} {noun}, the first {self._first.place}: {self._first.reason}"
 
 
-class IndexedSource:
+class IndexedSource(Source):
     """Documents of a store, shuffled by seed and epoch."""
 
     is_sharded = False
@@ -105,12 +110,8 @@ class IndexedSource:
         self._cursor = 0
         self._faults = Faults(name)
 
+    @override
     def documents(self) -> Iterator[Document | Tokens]:
-        """Yield the rest of this epoch; the position moves before each document is yielded.
-
-        Raises:
-            DataError: If a prepared document was changed.
-        """
         order = _permutation(len(self._store), seed=self._seed, epoch=self._epoch)
         while self._cursor < len(order):
             item = self._store.read(int(order[self._cursor]))
@@ -121,26 +122,26 @@ class IndexedSource:
                 yield item
         self._faults.report()
 
+    @override
     def next_epoch(self) -> None:
-        """Go to the start of the next epoch, in a new order."""
         self._epoch += 1
         self._cursor = 0
 
+    @override
     def faults(self) -> str:
-        """Return a summary of what was set aside so far, empty if nothing was."""
         return self._faults.summary()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
         return {"epoch": self._epoch, "cursor": self._cursor}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
         self._epoch, self._cursor = state["epoch"], state["cursor"]
 
 
-class StreamSource:
-    """A Hugging Face stream, already divided over the ranks."""
+class StreamSource(Source):
+    """A Hugging Face stream, already divided among the ranks."""
 
     is_sharded = True
 
@@ -150,17 +151,13 @@ class StreamSource:
         self._to_text = to_text
         self._epoch = 0
         self._num_samples = 0
-        # The library tells its position only once it has moved; until then it is this one.
+        # The library knows its position only once it has moved; until then it is this one.
         self._start: dict[str, Any] | None = None
         self._has_moved = False
         self._faults = Faults(name)
 
+    @override
     def documents(self) -> Iterator[Document]:
-        """Yield the rest of this epoch; the position moves before each document is yielded.
-
-        Raises:
-            StreamError: If the stream fails and goes on failing (`RETRY_WAITS_S`).
-        """
         for sample in self._samples():
             self._num_samples += 1
             place = f"{self.name}: sample {self._num_samples}"
@@ -182,9 +179,8 @@ class StreamSource:
             except Exception as error:  # the library raises whatever its readers raise
                 if num_failures == len(RETRY_WAITS_S):
                     raise StreamError(
-                        f"{self.name}: the stream fails, and did so again {num_failures} times: "
-                        f"{type(error).__name__}: {error}; the same command goes on where it was "
-                        "saved last"
+                        f"{self.name}: the stream failed, and again in {num_failures} retries: "
+                        f"{type(error).__name__}: {error}; run the same command again to resume"
                     ) from error
                 wait_s = RETRY_WAITS_S[num_failures]
                 num_failures += 1
@@ -203,22 +199,22 @@ class StreamSource:
                 self._has_moved = True
                 yield sample
 
+    @override
     def next_epoch(self) -> None:
-        """Go to the start of the next epoch."""
         self._epoch += 1
         self._data.set_epoch(self._epoch)
         self._start, self._has_moved = None, False
 
+    @override
     def faults(self) -> str:
-        """Return a summary of what was set aside so far, empty if nothing was."""
         return self._faults.summary()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
         return {"epoch": self._epoch, "data": self._position()}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
         self._epoch = state["epoch"]
         self._data.set_epoch(self._epoch)
         self._go_to(state["data"])
@@ -227,13 +223,13 @@ class StreamSource:
         return self._data.state_dict() if self._has_moved else self._start
 
     def _go_to(self, position: dict[str, Any] | None) -> None:
-        # None is the start of an epoch, where a stream begins that was never told a position.
+        # None is the start of an epoch, which the library has no position for.
         self._start, self._has_moved = position, False
         if position is not None:
             self._data.load_state_dict(position)
 
 
-class SampleStore:
+class SampleStore(Store):
     """A downloaded Hugging Face data set."""
 
     def __init__(self, data: Any, to_text: Callable[[Any], Any], *, name: str) -> None:
@@ -241,11 +237,12 @@ class SampleStore:
         self._to_text = to_text
         self._name = name
 
+    @override
     def __len__(self) -> int:
         return len(self._data)
 
+    @override
     def read(self, index: int) -> Document | Rejected:
-        """Return one document, or why it is none."""
         place = f"{self._name}: sample {index + 1}"
         return sample_document(self._data[index], self._to_text, place=place)
 
@@ -260,12 +257,12 @@ def sample_document(
         keys = ", ".join(sorted(map(str, sample)))
         return Rejected(place, f"no key {error.args[0]!r} (keys: {keys})")
     if not isinstance(text, str):
-        return Rejected(place, f"the text is of type {type(text).__name__}, must be a string")
+        return Rejected(place, f"the text is a {type(text).__name__}, must be a string")
     return Document(text)
 
 
 def _permutation(length: int, *, seed: int, epoch: int) -> torch.Tensor:
     digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest()
-    # Seeds of a torch generator are signed.
+    # A torch generator's seed is signed.
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
     return torch.randperm(length, generator=generator)

@@ -1,4 +1,4 @@
-"""torchtitan's tokenizer component over the tokenizers that bundles and decoding use."""
+"""torchtitan's tokenizer component, over the tokenizers of bundles and decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TextTokenizer(BaseTokenizer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
-        """No key of its own: the top-level `hf_assets_path` says which tokenizer."""
+        """No keys: the top-level `hf_assets_path` says which tokenizer."""
 
     def __init__(self, config: Config, *, tokenizer_path: str, **_: Any) -> None:
         """Load the tokenizer.
@@ -42,7 +42,7 @@ class TextTokenizer(BaseTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest id, plus one."""
         return self.tokenizer.vocab_size
 
     @property
@@ -56,7 +56,7 @@ class TextTokenizer(BaseTokenizer):
         return self.tokenizer.fingerprint
 
     def get_vocab_size(self) -> int:
-        """Return one more than the largest id."""
+        """Return the largest id, plus one."""
         return self.tokenizer.vocab_size
 
     def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]:

@@ -16,12 +16,12 @@ __all__ = ["model_registry", "model_spec"]
 
 
 def model_spec(shape: ModelShape, *, flavor: str, trainable: Trainable = "all") -> ModelSpec:
-    """Return torchtitan's spec of a shape.
+    """Return torchtitan's spec of a model.
 
     Args:
-        shape: The numbers.
-        flavor: The name that logs and checkpoints show.
-        trainable: What is trained: everything, or the junctions alone.
+        shape: Its numbers.
+        flavor: Its name in logs and checkpoints.
+        trainable: What to train: everything, or the junctions alone.
     """
     return ModelSpec(
         name="nvium",

@@ -71,10 +71,10 @@ def _layer(shape: ModelShape, *, has_junction: bool) -> Any:
 
 
 def build_model_config(shape: ModelShape) -> NviumModel.Config:
-    """Return torchtitan's config tree for a shape, with the paper's initialisation.
+    """Return torchtitan's config tree of a shape, with the paper's initialisation.
 
-    Linear and embedding weights N(0, 0.02); adapters start as the identity; router heads have
-    std 0.4 / sqrt(fan_in), all biases 0.
+    Weights of linear layers and the embedding are N(0, 0.02), biases 0; adapters start as the
+    identity; router heads have std 0.4 / sqrt(fan_in).
     """
     norm = _norm(shape)
     if shape.adapter_dim:

@@ -1,4 +1,4 @@
-"""Matrix products of the layers in float8, through torchao's linear layers."""
+"""Matrix products of the layers in float8, by torchao."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nvium_titan.train.model.model import NviumModel
 
 
 def use_float8(model: NviumModel.Config, table: Float8Table, *, is_compiled: bool) -> None:
-    """Replace a model's linear layers, in place, by ones that multiply in float8.
+    """Replace a model's linear layers, in place, by layers that multiply in float8.
 
-    Weights, gradients and optimizer states keep their type, so checkpoints do not change. Layers
-    with a dimension that 16 does not divide stay as they are.
+    Weights, gradients and optimizer states keep their type, so checkpoints stay the same. A layer
+    stays as it is if 16 does not divide both its dimensions.
 
     Args:
         model: The config tree, not built yet.
@@ -24,7 +24,7 @@ def use_float8(model: NviumModel.Config, table: Float8Table, *, is_compiled: boo
 
     Raises:
         DependencyError: If torchao is not installed.
-        ConfigError: If this machine cannot multiply in float8 and does not emulate it.
+        ConfigError: If this machine cannot multiply in float8 and is not told to emulate it.
     """
     if importlib.util.find_spec("torchao") is None:
         raise DependencyError(
@@ -37,8 +37,8 @@ def use_float8(model: NviumModel.Config, table: Float8Table, *, is_compiled: boo
         converter = Float8LinearConverter(settings)
     except ValueError as error:
         raise ConfigError(
-            "[float8] enable=true: this machine has no float8 matrix product (NVIDIA SM89 or "
-            "later, AMD MI300 or later); set emulate = true without [compile] to see what it "
+            "[float8] enable=true: this machine cannot multiply in float8 (NVIDIA SM89 or later "
+            "and AMD MI300 or later can); set emulate = true, without [compile], to see what it "
             "would train"
         ) from error
     converter.convert(model)

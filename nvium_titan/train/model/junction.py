@@ -1,6 +1,6 @@
 """`Router`, `Adapter`, `Junction`, `AdaptedNorm`: what stands behind a block.
 
-Shapes: B sequences, T tokens, D width. The module owns the terms junction, router and adapter.
+Shapes: B sequences, T tokens, D width.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Router(Module):
     """Scores leaving at a junction.
 
     N-vium (arXiv:2605.13190), App. A, "Architecture": a bottleneck MLP of width floor(0.66 d), then
-    a projection to two logits. As in the authors' code the bottleneck uses the exact GELU, all
-    three projections have biases, and an RMSNorm stands before the last.
+    a projection to two logits. From the authors' code: GELU is exact, all three projections have
+    biases, and an RMSNorm stands before the last.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -51,10 +51,10 @@ class Router(Module):
 
 
 class Adapter(Module):
-    """Residual map into the geometry that the shared head reads: o = n + W_out silu(W_in n).
+    """Maps a normalised hidden state to what the shared head reads: o = n + W_out silu(W_in n).
 
-    N-vium (arXiv:2605.13190), Sec. 4 and App. A. The paper does not say that the adapter is
-    residual; the authors' code is. It starts as the identity (W_out = 0).
+    N-vium (arXiv:2605.13190), Sec. 4 and App. A. It starts as the identity (W_out = 0). That it is
+    residual stands in the authors' code, not in the paper.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -98,11 +98,10 @@ class Junction(Module):
 
 
 class AdaptedNorm(Module):
-    """The final exit: norm and adapter, without a router (w_{N_V} = 1).
+    """The final exit: norm and adapter, without a router (w_{N_V} = 1)."""
 
-    It takes the place of torchtitan's root norm, so that FSDP, pipeline split and sharding treat
-    the final adapter as part of it.
-    """
+    # In the place of torchtitan's root norm, so that FSDP, pipeline split and sharding take the
+    # final adapter along with it.
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):

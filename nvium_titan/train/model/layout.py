@@ -1,4 +1,4 @@
-"""Which layouts a model can be trained in: checked before anything is built."""
+"""Which layouts a model can be trained in, checked before anything is built."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from nvium_titan.core.shape import ModelShape
 from nvium_titan.errors import ConfigError, nearest
 
+# These run the whole backward pass of a stage at once, and log on the last rank.
 PIPELINE_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
-"""Schedules that run a stage's whole backward pass at once, and log on the last rank."""
+"""Schedules that a model can be trained with."""
 
 
 def check_layout(shape: ModelShape, *, parallelism: Any, training: Any, trainable: str) -> None:
     """Check that a model can be split as asked.
 
     Args:
-        shape: The numbers of the model.
+        shape: The model's.
         parallelism: torchtitan's table `[parallelism]`.
         training: torchtitan's table `[training]`.
         trainable: `[nvium] trainable`.
 
     Raises:
-        ConfigError: If it cannot; the message gives the rule.
+        ConfigError: If it cannot; the message states the rule.
     """
     if parallelism.spmd_backend != "spmd_types":
         raise ConfigError(
@@ -48,7 +49,7 @@ def _check_tensor_parallel(shape: ModelShape, parallelism: Any, training: Any) -
         "[model] num_heads": shape.num_heads,
         "[model] num_kv_heads": shape.num_kv_heads,
         "[model] ffn_dim": shape.ffn_dim,
-        # torchtitan would round it up in the weights, and so in checkpoints.
+        # torchtitan would pad it, and checkpoints with it.
         "[model] vocab_size": shape.vocab_size,
     }
     if parallelism.enable_sequence_parallel:
@@ -88,9 +89,8 @@ def _check_pipeline(shape: ModelShape, parallelism: Any, training: Any, trainabl
     size = parallelism.pipeline_parallel_microbatch_size
     if size < 1 or training.local_batch_size % size:
         raise ConfigError(
-            f"{asked}: [training] local_batch_size={training.local_batch_size} is cut into "
-            f"microbatches of [parallelism] pipeline_parallel_microbatch_size={size}, which must "
-            "divide it"
+            f"{asked}: [parallelism] pipeline_parallel_microbatch_size={size} must divide "
+            f"[training] local_batch_size={training.local_batch_size}"
         )
     name = parallelism.pipeline_parallel_schedule
     if parallelism.pipeline_parallel_schedule_csv or name not in PIPELINE_SCHEDULES:
@@ -117,7 +117,7 @@ def _check_stages(shape: ModelShape, parallelism: Any, schedule: str) -> None:
         num_stages = len(given)
         has_layers = all(any(name.startswith("layers.") for name in stage) for stage in given)
     else:
-        # As torchtitan: embedding and head count as layers of the first and the last stage.
+        # torchtitan counts embedding and head as layers of the first and the last stage.
         first = parallelism.pipeline_parallel_first_stage_less_layers
         last = parallelism.pipeline_parallel_last_stage_less_layers
         weight = num_layers + first + last
@@ -138,7 +138,7 @@ def _check_stages(shape: ModelShape, parallelism: Any, schedule: str) -> None:
     if not has_layers:
         raise ConfigError(
             f"[parallelism] {num_stages} pipeline stages for num_layers={num_layers}: every stage "
-            "needs a layer, and embedding and head count as pipeline_parallel_first_stage_"
-            "less_layers and pipeline_parallel_last_stage_less_layers (1 each); use fewer stages "
-            "or set these to 0"
+            "needs a layer, besides embedding and head, which count as pipeline_parallel_first_"
+            "stage_less_layers and pipeline_parallel_last_stage_less_layers (1 each); use fewer "
+            "stages or set these to 0"
         )

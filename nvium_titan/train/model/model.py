@@ -1,8 +1,8 @@
-"""`NviumLayer` and `NviumModel`: Llama layers with junctions, forward only.
+"""`NviumLayer` and `NviumModel`: Llama layers with junctions.
 
-A junction hangs on the last layer of its block, so FSDP units, activation checkpointing, per-layer
-compile and the pipeline split come from torchtitan unchanged. The model stops at the exit states:
-the head belongs to the loss, which walks the tokens in chunks.
+A junction is part of the last layer of its block, so FSDP units, activation checkpointing,
+compilation per layer and the pipeline split are torchtitan's. The model ends with the exit states:
+the loss applies the head, to one chunk of tokens at a time.
 
 Shapes: E exits, J = E - 1 junctions, B sequences, T tokens, D width.
 """
@@ -25,11 +25,13 @@ from nvium_titan.train.model.sharding import set_nvium_sharding
 
 
 class PortableAttention(FlexAttention):
-    """FlexAttention on accelerators; SDPA with a dense mask on the CPU, where flex cannot train."""
+    """FlexAttention on accelerators, SDPA with a dense mask on the CPU."""
+
+    # FlexAttention has no backward pass on the CPU.
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        """Fields of FlexAttention; they are ignored on the CPU."""
+        """FlexAttention's settings, which the CPU ignores."""
 
     def forward(
         self,
@@ -65,11 +67,11 @@ class PortableAttention(FlexAttention):
 
 
 class NviumLayer(Llama3TransformerBlock):
-    """A Llama layer; the last one of each early block carries the junction."""
+    """A Llama layer, with a junction if it is the last of an early block."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Llama3TransformerBlock.Config):
-        """A Llama layer's parts and, at the end of an early block, a junction."""
+        """A Llama layer's settings, and the junction's."""
 
         junction: Junction.Config | None = None
 
@@ -95,29 +97,29 @@ class NviumModel(Llama3Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Llama3Model.Config):
-        """The decoder's config tree; `train.model.build` makes it."""
+        """The model's config tree, as `train.model.build` makes it."""
 
         shape: ModelShape
-        """The numbers that the tree was built from."""
+        """The shape that it was built from."""
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """Set RoPE length and parameter placements for a run."""
+            """Set the RoPE length and the parameter placements of a run."""
             Llama3Model.Config.update_from_config(self, config=config, **kwargs)
             set_nvium_sharding(self, enable_sp=config.parallelism.enable_sequence_parallel)
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-            """Return the parameter count and the training FLOPs per token (3 x forward)."""
+            """Return the number of parameters and the training FLOPs per token (3 x forward)."""
             flops = sum(forward_flops(self.shape, seq_len=seq_len).values())
             return sum(p.numel() for p in model.parameters()), 3 * flops
 
     def get_attention_masks(self, positions: Tensor) -> Any:
-        """Return the mask of packed documents: causal, and only within a document.
+        """Return the attention mask of packed documents: causal, and within each document.
 
         Args:
-            positions: Position of each token in its document, (B, T); a document starts at 0.
+            positions: Position of each token in its document, (B, T); each starts at 0.
 
         Returns:
-            A BlockMask on accelerators; on the CPU a boolean tensor (B, 1, T, T), True = attend.
+            A BlockMask on accelerators; on the CPU a boolean tensor (B, 1, T, T), True to attend.
         """
         if positions.device.type != "cpu":
             return super().get_attention_masks(positions)
@@ -138,19 +140,19 @@ class NviumModel(Llama3Model):
     ) -> Any:
         """Return the exit states o (E, B, T, D) and the router logits z (J, B, T), float32.
 
-        Under pipeline parallelism a stage gets the tuple of the stage before it; a stage that is
-        not the last returns (hidden, o so far, z so far), or hidden alone before the first exit.
+        In a pipeline a stage is called with what the one before it returned; each but the last
+        returns (hidden, o so far, z so far), or hidden alone before the first exit.
 
         Args:
             tokens: Token ids (B, T), or the residual stream (B, T, D) on a later stage.
             exit_states_EBTD: o of earlier stages.
             router_logits_JBT: z of earlier stages.
-            positions: Position in the document, (B, T); keyword only, every stage gets it.
-            attention_masks: From `get_attention_masks`; keyword only.
+            positions: Position in the document, (B, T), on every stage.
+            attention_masks: From `get_attention_masks`, on every stage.
         """
         for given in (tokens, exit_states_EBTD, router_logits_JBT):
             if given is not None and given.requires_grad:  # from another stage
-                # torch leaves the method untyped.
+                # Ranks exchange contiguous tensors only; torch leaves the method untyped.
                 given.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
         hidden_BTD = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         exit_states = [] if exit_states_EBTD is None else list(exit_states_EBTD.unbind())
@@ -164,7 +166,7 @@ class NviumModel(Llama3Model):
             else:
                 hidden_BTD = out
         if self.norm is None:
-            # Ranks exchange contiguous tensors only; sequence parallelism makes others.
+            # As above: sequence parallelism makes others.
             hidden_BTD = hidden_BTD.contiguous()
             if not exit_states:
                 return hidden_BTD

@@ -1,4 +1,4 @@
-"""The parallelism plan: torchtitan's Llama plan, which the junctions fit into unchanged."""
+"""The parallelism plan: torchtitan's plan for Llama, into which the junctions fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nvium_titan.train.compat import sum_gradients_without_premul
 
 
 def check_device(*, parallelism: Any, training: Any) -> None:
-    """Check that this machine can do what a layout asks of its devices.
+    """Check that this machine's devices can do what a layout asks.
 
     Args:
         parallelism: torchtitan's table `[parallelism]`.
@@ -28,11 +28,11 @@ def check_device(*, parallelism: Any, training: Any) -> None:
     if degree > 1:
         raise ConfigError(
             f"[parallelism] context_parallel_degree={degree}: the CPU has no attention over a "
-            "split sequence; set it to 1, or train on GPUs"
+            "split sequence; set it to 1 or train on GPUs"
         )
     if training.enable_cpu_offload:
         raise ConfigError(
-            "[training] enable_cpu_offload=true: there is no accelerator to move anything from; "
+            "[training] enable_cpu_offload=true: there is no accelerator to offload from; "
             "set it to false"
         )
 
@@ -54,17 +54,15 @@ def parallelize_nvium(model: nn.Module, **kwargs: Any) -> nn.Module:
 
 
 def parallelize_junctions(model: nn.Module, **kwargs: Any) -> nn.Module:
-    """Apply `parallelize_nvium`, then freeze all but the junctions of a model part.
-
-    The final exit is frozen with the layers: it stays what it was, to the bit. FSDP2 takes units
-    in which only some parameters are trained.
+    """Apply `parallelize_nvium`, then freeze all but the junctions; the final exit is frozen too.
 
     Args:
-        model: As `parallelize_nvium`.
-        **kwargs: As `parallelize_nvium`.
+        model: As for `parallelize_nvium`.
+        **kwargs: As for `parallelize_nvium`.
     """
     model = parallelize_nvium(model, **kwargs)
-    # Not before: distributing the parameters makes new ones.
+    # Only now, since distributing the parameters made new ones. FSDP2 allows units in which some
+    # are frozen.
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("junction" in name.split("."))
     return model

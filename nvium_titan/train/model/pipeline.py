@@ -1,7 +1,7 @@
-"""Pipeline parallelism: torchtitan's split and schedules, which junctions fit into on any stage.
+"""Pipeline parallelism: torchtitan's split and schedules, with junctions on any stage.
 
-A stage passes (hidden, exit states so far, router logits so far) to the next one; the last stage
-holds the head and the loss.
+A stage passes (hidden, exit states so far, router logits so far) to the next one; the last one has
+the head and the loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def pipeline_nvium(model: nn.Module, **kwargs: Any) -> tuple[Any, list[nn.Module
         **kwargs: torchtitan's `pipelining_fn` arguments.
 
     Returns:
-        The schedule, this rank's stages in order, and whether it has the first and the last one.
+        The schedule, this rank's stages in order, and whether these include the first and the last.
     """
     schedule, parts, has_first, has_last = pipeline_llm(model, **kwargs)
     stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
@@ -30,13 +30,10 @@ def pipeline_nvium(model: nn.Module, **kwargs: Any) -> tuple[Any, list[nn.Module
 
 
 def _infer_shapes_without_loss(stage: Any) -> None:
-    """Let a stage learn its gradients' shapes from a stand-in for the loss.
-
-    Before the first step torch runs the stages once on uninitialised memory and asks for gradients
-    of the inputs alone. The mixture loss would count that memory in its figures and, as it runs the
-    head's backward pass itself, add noise to the head's gradient. It can go once torch infers
-    shapes without calling the loss (torch 2.14 does).
-    """
+    """Let a stage learn the shapes of its gradients from a stand-in for the loss."""
+    # Before the first step torch 2.14 runs the stages on uninitialised memory, to infer shapes. The
+    # mixture loss would count that in its figures, and would add noise to the head's gradient,
+    # since it runs the head's backward pass itself. This can go once torch does not call the loss.
     infer = stage._backward_metadata_inference
 
     def infer_without_loss(loss_fn: Any = None, **kwargs: Any) -> Any:

@@ -1,9 +1,7 @@
-"""Parameter and activation placements of the junctions under tensor parallelism.
+"""Placements of the junctions' parameters and activations under tensor parallelism.
 
-Routers and adapters are small: their weights are replicated and they run on the (sequence-sharded)
-residual stream. What leaves them differs: exit states are gathered to R, since the column-parallel
-head gives each rank a partial gradient; router logits to I, since the mixture loss is computed
-alike on every rank (with R their gradients would be counted once per rank).
+Routers and adapters are small: their weights are replicated, and they run on the residual stream,
+sequence-sharded or not.
 """
 
 from __future__ import annotations
@@ -27,8 +25,11 @@ def set_nvium_sharding(config: Any, *, enable_sp: bool) -> None:
 
     Args:
         config: `NviumModel.Config`; Llama's own placements are set already.
-        enable_sp: Whether the residual stream is sequence-sharded (parallelism table).
+        enable_sp: Whether the residual stream is sequence-sharded (table `[parallelism]`).
     """
+    # Exit states go to R: of the column-parallel head each rank has a partial gradient. Router
+    # logits go to I: every rank computes the same loss of them, and with R their gradients would
+    # count once per rank.
     for layer in config.layers:
         if layer.junction is not None:
             layer.junction.norm.sharding_config = norm_config(enable_sp=enable_sp)

@@ -1,4 +1,4 @@
-"""torchtitan's state-dict adapter: a shell over `convert.layout`."""
+"""torchtitan's state-dict adapter, over `convert.layout`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from nvium_titan.train.model.model import NviumModel
 
 
 class NviumStateDictAdapter(StateDictAdapter):
-    """Native state dicts to the bundle's names and layout, and back."""
+    """Converts native state dicts to the names and layout of a bundle, and back."""
 
     def __init__(self, model_config: NviumModel.Config, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)
         self._shape = model_config.shape
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters under HF names, q and k in rotate-half layout."""
+        """Return the parameters under Hugging Face's names, q and k in rotate-half layout."""
         return to_bundle(state_dict, self._shape)
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
