@@ -35,7 +35,7 @@ class _Row:
     index: int
     run: RequestRun
     admitted_s: float
-    """When it came, on the clock of the batch."""
+    """When it was admitted, on the clock of the batch."""
     law: Law | None = None
     """Of the token being chosen; None where it has just given one, or begins."""
     block_index: int = 0

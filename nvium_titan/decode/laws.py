@@ -114,8 +114,8 @@ class ExitLogProbs:
         """log prod_{j<k} (1 - w_j); p of the last exit, in the end."""
         self._temperature = 1.0 if temperature is None else temperature
 
-    def leave(self, router_logit: float) -> float:
-        """Return log p_k of a junction, and go past it."""
+    def pass_junction(self, router_logit: float) -> float:
+        """Return log p_k of leaving at the next junction, and go past it."""
         z = router_logit / self._temperature
         log_exit = self.log_arrive + log_sigmoid(z)
         self.log_arrive += log_sigmoid(-z)
@@ -161,7 +161,7 @@ class Law(ABC):
         """Take note of an exit, and of log p_k by the model's own routers."""
         self.exit_index = exit_index
         if exit_index < self.job.num_junctions:
-            self.log_exit = self._own.leave(router_logit)
+            self.log_exit = self._own.pass_junction(router_logit)
         else:
             self.log_exit = self._own.log_arrive
 
@@ -231,7 +231,9 @@ class Certified(Law):
     def after_block(self, exit_index: int, router_logit: float) -> tuple[int, ...]:
         self._arrive(exit_index, router_logit)
         is_last = exit_index == self.job.num_junctions
-        log_weight = self._mixture.log_arrive if is_last else self._mixture.leave(router_logit)
+        log_weight = (
+            self._mixture.log_arrive if is_last else self._mixture.pass_junction(router_logit)
+        )
         self._waiting.append(exit_index)
         self._weights.append(math.exp(log_weight))
         self._rest = 0.0 if is_last else math.exp(self._mixture.log_arrive)
@@ -262,7 +264,7 @@ class Blended(Law):
     def after_block(self, exit_index: int, router_logit: float) -> tuple[int, ...]:
         self._arrive(exit_index, router_logit)
         if exit_index < self.job.num_junctions:
-            self._log_exits.append(self._mixture.leave(router_logit))
+            self._log_exits.append(self._mixture.pass_junction(router_logit))
             return ()
         self._log_exits.append(self._mixture.log_arrive)
         return tuple(range(exit_index + 1))

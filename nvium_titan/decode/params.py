@@ -30,7 +30,7 @@ class Matrix(NamedTuple):
     """A linear layer's weights: floating-point numbers, or integers with a scale per output."""
 
     weight_IO: Tensor
-    """Weights, contiguous; of int8 the integers."""
+    """Weights, contiguous; for int8 the integers."""
     scale_O: Tensor | None = None
     """Step of each output's integers, float32; None if the weights are floating-point."""
 

@@ -190,8 +190,8 @@ class GraphForward(TorchForward):
     ) -> _Ahead | None:
         """Launch the token behind the one that runs; None if it cannot be one graph.
 
-        Of what the blocks will owe, one row more than now is the most: the first block owes exactly
-        one, and how far the others have come is on the device.
+        Each block will owe at most one row more than now: the first owes exactly one, and how far
+        the others have come only the device knows yet.
         """
         length = state.length + 1
         try:

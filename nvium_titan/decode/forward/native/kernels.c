@@ -639,7 +639,7 @@ int32_t nvium_run_token(const Model *m, Group *groups, int32_t *filled, int leng
 // The token with the largest logit / temperature + Gumbel noise: a draw from the softmax; the
 // argmax at temperature 0.
 //
-// Noise is that of `decode.sampling.gumbel_noise`, in float64. Few tokens need it: one with noise
+// Noise is that of `decode.noise.gumbel_noise`, in float64. Few tokens need it: one with noise
 // -log(-log u) beats the best so far only if 1 - u <= -log u < exp(its score - the best score).
 int32_t nvium_sample(const float *logits, int count, uint64_t key, double temperature) {
     enum { CHUNK = 256 };
