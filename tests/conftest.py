@@ -43,11 +43,13 @@ def pytest_make_collect_report(
 
 
 @pytest.fixture(autouse=True)
-def _fixed_seed() -> Iterator[None]:
+def _fixed_state() -> Iterator[None]:
+    """Start every test from the same seed, and undo what it set for the process."""
     dtype = torch.get_default_dtype()
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(dtype)
+    torch.set_flush_denormal(False)  # what training and evaluation set for their process
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -141,6 +141,7 @@ def test_every_command_of_the_pages_is_one(line: str, tmp_path: Path) -> None:
     if words[0] != "train":
         cli.parse(words)
         return
+    pytest.importorskip("torchtitan")
     from nvium_titan.train import launch
 
     (tmp_path / "my.toml").write_text(blocks(ROOT / "docs" / "training.md", "toml")[0])
